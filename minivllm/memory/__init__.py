@@ -1,0 +1,1 @@
+"""Where each token's K and V are kept: plain Python, no torch."""
