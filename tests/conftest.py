@@ -1,0 +1,30 @@
+import pytest
+from support import solo
+
+from minivllm.models import load_model, tiny_random_model
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """(model, tokenizer): two layers of random weights, one token per byte."""
+    return tiny_random_model()
+
+
+@pytest.fixture(scope="session")
+def real():
+    """(model, tokenizer) of the packaged SmolLM2; fetched and converted the first time."""
+    return load_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def solo_run(tiny):
+    """solo_run(prompt, params) on the tiny model: (tokens, text, stop reason), remembered."""
+    results = {}
+
+    def run(prompt, params):
+        key = (tuple(prompt), params)
+        if key not in results:
+            results[key] = solo(*tiny, prompt, params)
+        return results[key]
+
+    return run

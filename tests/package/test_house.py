@@ -1,0 +1,114 @@
+"""The house: small files, imports that run one way, a memory/ without torch, no triton needed."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minivllm
+
+PACKAGE = Path(minivllm.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Who may import whom: each name only those that stand before it.
+LAYERS = [
+    {"errors"},
+    {"sampling_params", "sequence"},
+    {"memory"},
+    {"sampler", "detokenizer", "packaged_model", "models", "scheduler"},
+    {"attention"},
+    {"runners"},
+    {"engine"},
+    {"llm", "simulation", "charts", "course"},
+    {"cli"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def imports_of(path, *, for_types=True):
+    """Modules that a file imports; for_types=False leaves out what only a type checker reads."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module == "minivllm":
+                yield from (f"minivllm.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def part_of(module):
+    """`engine` for minivllm.engine, `memory` for minivllm.memory.usage."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 and names[0] == "minivllm" else None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_file_over_300_lines(path):
+    assert len(path.read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    if own in ("__init__", "__main__"):
+        return
+    for module in imports_of(path, for_types=False):
+        part = part_of(module)
+        if part is not None and part != own and part != "__version__":
+            assert RANK[part] <= RANK[own], f"{own} imports {part}"
+
+
+def test_the_core_stays_small():
+    """What a reader reads, from sequence to attention: at most 1,800 lines."""
+    core = ["sequence", "sampling_params", "sampler", "detokenizer", "scheduler", "engine", "llm"]
+    paths = [PACKAGE / f"{name}.py" for name in core]
+    for folder in ("memory", "runners", "attention"):
+        paths += (PACKAGE / folder).glob("*.py")
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 1800
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_memory_scheduler_and_sequence_import_no_torch():
+    code = (
+        "import sys, pkgutil, importlib, minivllm.memory as memory\n"
+        "for module in pkgutil.iter_modules(memory.__path__, 'minivllm.memory.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "import minivllm.scheduler, minivllm.engine, minivllm.cli.app\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "assert 'transformers' not in sys.modules, 'transformers was imported'\n"
+    )
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_everything_but_the_kernel_works_without_triton():
+    code = (
+        "import sys\n"
+        "class NoTriton:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'triton':\n"
+        "            raise ModuleNotFoundError('no triton here', name=name)\n"
+        "sys.meta_path.insert(0, NoTriton())\n"
+        "from minivllm import LLM, SamplingParams\n"
+        "answer = LLM('tiny-random').generate('Hi', SamplingParams(max_tokens=3), progress=False)\n"
+        "assert len(answer[0].token_ids) == 3\n"
+    )
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_no_bare_assert_for_user_input():
+    """Asserts vanish under python -O; only check_invariants, which is a test's helper, has them."""
+    for path in FILES:
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name != "check_invariants":
+                asserts = [n for n in ast.walk(function) if isinstance(n, ast.Assert)]
+                assert not asserts, f"{path.name}: {function.name}"

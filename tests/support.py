@@ -1,0 +1,136 @@
+"""What several tests need: references, and a KV cache manager with a hard limit."""
+
+import torch
+
+from minivllm.detokenizer import Detokenizer
+from minivllm.engine import Engine
+from minivllm.memory.kv_cache_manager import OutOfSlots, UnboundedCache
+from minivllm.memory.usage import MemoryUsage
+from minivllm.models import eos_token_ids, max_model_len, vocab_size
+from minivllm.runners.past_key_values import PastKeyValuesRunner
+from minivllm.sampler import Sampler
+from minivllm.scheduler import Scheduler
+from minivllm.sequence import StopReason
+
+
+class LimitedCache:
+    """A KV cache manager with num_slots slots of one token each, for tests of the scheduler.
+
+    It hands out numbers and looks at nothing else, so that a test can say how much memory there
+    is without knowing anything about regions or blocks.
+    """
+
+    def __init__(self, num_slots):
+        self.num_slots = num_slots
+        self.held = {}
+
+    @property
+    def num_free(self):
+        return self.num_slots - sum(self.held.values())
+
+    def can_ever_allocate(self, seq, num_tokens):
+        return num_tokens <= self.num_slots
+
+    def can_allocate(self, seq, num_tokens):
+        return num_tokens - self.held.get(seq.request_id, 0) <= self.num_free
+
+    def allocate(self, seq, num_tokens):
+        if not self.can_allocate(seq, num_tokens):
+            raise OutOfSlots(f"{num_tokens} slots for {seq.request_id}, {self.num_free} free")
+        self.held[seq.request_id] = max(num_tokens, self.held.get(seq.request_id, 0))
+        return []
+
+    def free(self, seq):
+        del self.held[seq.request_id]
+
+    def usage(self):
+        return MemoryUsage(
+            total=self.num_slots,
+            allocated=self.num_slots - self.num_free,
+            rounding=0,
+            free=self.num_free,
+            largest_hole=self.num_free,
+        )
+
+    def check_invariants(self):
+        assert 0 <= self.num_free <= self.num_slots
+        assert all(count > 0 for count in self.held.values())
+
+
+def make_engine(model, tokenizer, *, kv_cache=None, budget=2048, max_running=256, **options):
+    """An engine of the past_key_values stage; options override the engine's own arguments."""
+    arguments = {
+        "make_detokenizer": lambda stop: Detokenizer(tokenizer, stop),
+        "eos_token_ids": eos_token_ids(model, tokenizer),
+        "max_model_len": max_model_len(model),
+        "vocab_size": vocab_size(model),
+    } | options
+    return Engine(
+        PastKeyValuesRunner(model),
+        Scheduler(kv_cache or UnboundedCache(), budget, max_running),
+        Sampler(),
+        **arguments,
+    )
+
+
+def run_to_end(engine, max_steps=10_000):
+    """Steps until nothing is left: {request_id: [increments]}; fails when it does not end."""
+    increments = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished:
+            return increments
+        for increment in engine.step():
+            increments.setdefault(increment.request_id, []).append(increment)
+        check_books(engine)
+    raise AssertionError(f"still running after {max_steps} steps")
+
+
+def check_books(engine):
+    """What must hold between any two steps."""
+    scheduler = engine.scheduler
+    scheduler.kv_cache.check_invariants()
+    ids = [seq.request_id for seq in [*scheduler.waiting, *scheduler.running]]
+    assert len(ids) == len(set(ids)), "a request is queued twice"
+    assert all(engine.is_live(request_id) for request_id in ids)
+    assert len(scheduler.running) <= scheduler.max_running
+    assert all(seq.num_computed == 0 for seq in scheduler.waiting)
+    if isinstance(engine.runner, PastKeyValuesRunner):
+        assert set(engine.runner.caches) <= {seq.request_id for seq in scheduler.running}
+        for seq in scheduler.running:
+            assert engine.runner.caches[seq.request_id].get_seq_length() == seq.num_computed
+
+
+def tokens_of(increments):
+    return [increment.token_id for increment in increments]
+
+
+def text_of(increments):
+    return "".join(increment.text for increment in increments)
+
+
+def solo(model, tokenizer, prompt, params):
+    """(tokens, text, stop reason) of one request that runs alone, with no limits."""
+    engine = make_engine(model, tokenizer)
+    request_id = engine.add_request(prompt, params)
+    increments = run_to_end(engine)[request_id]
+    return tokens_of(increments), text_of(increments), increments[-1].stop_reason
+
+
+def transformers_greedy(model, prompt, max_tokens, eos_token_id=None):
+    """The reference: transformers' own generate for one prompt; the new tokens only."""
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            **({} if eos_token_id is None else {"eos_token_id": eos_token_id}),
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def ends(increments):
+    return [i.stop_reason for i in increments if i.stop_reason is not None]
+
+
+__all__ = [name for name in dir() if not name.startswith("_")] + ["StopReason"]
