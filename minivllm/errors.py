@@ -11,3 +11,7 @@ class RequestError(MinivllmError, ValueError):
 
 class ModelError(MinivllmError, RuntimeError):
     """A model that cannot be found, fetched, read or stored."""
+
+
+class CourseError(MinivllmError, RuntimeError):
+    """A chapter, an exercise or a bug that is not there, or your own files used too late."""

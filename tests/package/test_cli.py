@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from minivllm.cli import app
+from minivllm.cli.main import main
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def run(monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["minivllm", *arguments])
         with pytest.raises(SystemExit) as end:
-            app.main()
+            main()
         captured = capsys.readouterr()
         return end.value.code or 0, captured.out, captured.err
 

@@ -1,0 +1,26 @@
+"""The entry point: puts the reader's own files in place before anything else is imported."""
+
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    folder = None
+    if arguments and arguments[0] == "--impl" and len(arguments) > 1:
+        folder, arguments = arguments[1], arguments[2:]
+    elif arguments and arguments[0].startswith("--impl="):
+        folder, arguments = arguments[0].removeprefix("--impl="), arguments[1:]
+    error = None
+    if folder is not None:
+        from minivllm.course.overlay import files_in, install
+        from minivllm.errors import CourseError
+
+        try:
+            install(files_in(Path(folder)))
+        except CourseError as caught:
+            error = caught
+
+    from minivllm.cli import app
+
+    sys.exit(app.fail(str(error), 1) if error else app.run(arguments))
