@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 
-.PHONY: setup demo test check-full lint lab bench clean
+.PHONY: setup demo test check-full lint course lab bench clean
 
 setup: $(VENV)/.installed
 
@@ -29,6 +29,14 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# After a change of a chapter's text or of code that a chapter quotes.
+course: setup
+	$(BIN)/python tools/build_exercises.py
+	$(BIN)/python tools/weave.py --excerpts-only
+	$(BIN)/python tools/build_notebooks.py
+	$(BIN)/python tools/weave.py
+	$(BIN)/python tools/check_links.py
 
 lab: setup
 	$(BIN)/jupyter lab notebooks

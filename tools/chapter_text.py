@@ -6,6 +6,8 @@ Two kinds of blocks are filled by a tool and must not be edited by hand; both en
     <!-- excerpt: scheduler.py Scheduler._admit -->   code of the package (weave.py)
     <!-- output -->                                   what the cell above printed (weave.py)
 
+The main README has `<!-- table: NAME -->`: the table of a benchmark's saved result.
+
 An excerpt can name several things, separated by commas; `nodoc` behind the names leaves their
 docstrings out, `head` keeps a class only up to its first method. An output can be
 `<!-- output varies -->` (timings: not compared when the text is checked) and can have figures:
@@ -16,7 +18,9 @@ import ast
 import re
 from dataclasses import dataclass
 
-MARKED = re.compile(r"<!-- (excerpt|output)\b:?(.*?)-->\n(?:.*?\n)??<!-- end -->\n", re.DOTALL)
+MARKED = re.compile(
+    r"<!-- (excerpt|output|table)\b:?(.*?)-->\n(?:.*?\n)??<!-- end -->\n", re.DOTALL
+)
 PYTHON_FENCE = re.compile(r"^```python\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 

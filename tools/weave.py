@@ -5,6 +5,7 @@ python tools/weave.py [--check] [CHAPTER ...]
 
 import argparse
 import base64
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import nbformat
 from chapter_text import MARKED, excerpt, output_after, parse_output, python_cells
 
-from minivllm.course.chapters import PACKAGE, Chapter, all_chapters, find_chapter
+from minivllm.course.chapters import PACKAGE, ROOT, Chapter, all_chapters, find_chapter
 
 RICH = ("execute_result", "display_data")  # outputs that can be a picture
 
@@ -92,6 +93,37 @@ def woven(chapter: Chapter, *, write_figures: bool = False) -> str:
     return weave_outputs(text, notebook, chapter.folder / "figures" if write_figures else None)
 
 
+def past_key_values_table(result: dict) -> str:
+    rows = "".join(
+        f"| {row['sequences']} | {row['engine_tokens_per_s']:.1f} | "
+        f"{row['batched_tokens_per_s']:.1f} | {row['engine_python_share']:.1%} |\n"
+        for row in result["rows"]
+    )
+    machine, settings = result["machine"], result["settings"]
+    return (
+        "| sequences | engine, tokens/s | one batched pass, tokens/s | engine's Python in a step |\n"
+        f"|---|---|---|---|\n{rows}\n"
+        f"Medians of {settings['rounds']} alternating runs, decode only, float32, prompts of "
+        f"{settings['prompt_len']} tokens, on {machine['processor']} with {machine['cores']} "
+        f"cores, torch {machine['torch']}.\n"
+    )
+
+
+TABLES = {"past_key_values": past_key_values_table}
+
+
+def weave_tables(text: str) -> str:
+    """The main README with every table as the saved results of the benchmarks give it."""
+
+    def fill(match: re.Match) -> str:
+        name = match[2].strip()
+        path = ROOT / "benchmarks" / "results" / f"{name}.json"
+        table = TABLES[name](json.loads(path.read_text(encoding="utf-8")))
+        return f"<!-- table: {name} -->\n{table}<!-- end -->\n"
+
+    return MARKED.sub(fill, text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("chapters", nargs="*", help="numbers; default all")
@@ -99,6 +131,12 @@ def main() -> int:
     parser.add_argument("--excerpts-only", action="store_true", help="before a notebook is built")
     arguments = parser.parse_args()
     stale = 0
+    readme = ROOT / "README.md"
+    if (new := weave_tables(readme.read_text(encoding="utf-8"))) != readme.read_text("utf-8"):
+        stale += 1
+        print(("out of step" if arguments.check else "woven") + f": {readme}")
+        if not arguments.check:
+            readme.write_text(new, encoding="utf-8")
     for chapter in map(find_chapter, arguments.chapters) if arguments.chapters else all_chapters():
         old = chapter.text.read_text(encoding="utf-8")
         if arguments.excerpts_only:

@@ -9,6 +9,8 @@ import typer
 from minivllm.course.bugs import find_bug, run_tests_on
 from minivllm.course.chapters import PACKAGE
 
+SHOWN = 12  # failing tests named; a fault in the middle of the engine fails most of them
+
 
 def bug(
     number: Annotated[str, typer.Argument(help="Chapter and number, like 1.2.")],
@@ -25,7 +27,10 @@ def bug(
         return
     print(f"Running tests/{chapter.name} on it ...", flush=True)
     result = run_tests_on(chapter, found)
-    print(result.stdout.strip())
+    failed = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
+    print("\n".join(failed[:SHOWN]))
+    if len(failed) > SHOWN:
+        print(f"... and {len(failed) - SHOWN} more")
     if result.returncode == 0:
         print("\nNo test failed: this bug survives, which is a bug in the tests. Please report it.")
         sys.exit(1)

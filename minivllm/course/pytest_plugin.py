@@ -55,6 +55,10 @@ def exercise_of(error: BaseException | None) -> tuple[int, int, str] | None:
         match = TODO.search(str(error)) if isinstance(error, NotImplementedError) else None
         if match is not None:
             return int(match[1]), int(match[2]), match[3]
+        if isinstance(error, BaseExceptionGroup):  # Hypothesis: several things failed
+            found = [exercise for inner in error.exceptions if (exercise := exercise_of(inner))]
+            if found:
+                return min(found)
         error = error.__cause__ or error.__context__
     return None
 

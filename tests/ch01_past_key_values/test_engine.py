@@ -73,7 +73,7 @@ def test_a_request_that_joins_later_changes_nothing(tiny, solo_run):
 def test_prefill_creates_the_cache_and_decode_appends(engine):
     request_id = engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=4))
     lengths = []
-    while engine.has_unfinished:
+    for _ in range(4):
         engine.step()
         if engine.is_live(request_id):
             lengths.append(engine.runner.caches[request_id].get_seq_length())
@@ -304,7 +304,7 @@ def test_an_engine_without_a_tokenizer_sends_tokens_only(tiny):
 
 
 @pytest.mark.parametrize("failing_call", [0, 1, 5])
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [MemoryError("no memory"), KeyboardInterrupt()])
 def test_a_step_that_fails_loses_no_request(tiny, solo_run, failing_call, error):
     """The cache of a half-run step cannot be trusted; the tokens can, so they are run again."""
     engine = make_engine(*tiny)
@@ -321,10 +321,10 @@ def test_a_step_that_fails_loses_no_request(tiny, solo_run, failing_call, error)
     increments = {request_id: [] for request_id in ids}
     engine.runner.model.forward = failing
     try:
-        while engine.has_unfinished:
+        for _ in range(50):
             try:
                 step = engine.step()
-            except (RuntimeError, KeyboardInterrupt):
+            except (MemoryError, KeyboardInterrupt):
                 check_books(engine)
                 continue
             for increment in step:

@@ -151,22 +151,31 @@ def test_preempted_sequences_return_in_their_old_order():
     assert [seq.request_id for seq in scheduler.waiting] == ["b", "c", "late"]
 
 
+class CannotGrowInPlace(LimitedCache):
+    """Enough free slots in all, none behind the one that asks: as with contiguous memory."""
+
+    def can_allocate(self, seq, num_tokens):
+        grows = num_tokens > self.held.get(seq.request_id, num_tokens)
+        return not grows and super().can_allocate(seq, num_tokens)
+
+
 def test_nobody_is_admitted_in_a_step_that_preempted():
-    """c would fit into what b gave back, and the next step would preempt again."""
-    scheduler = scheduler_with(sequence("a", 4, 5), sequence("b", 4, 5), kv_cache=LimitedCache(10))
+    """What was given back would do for the same sequence again, and the next step would preempt
+    it again: much work, no progress for anybody else."""
+    a, b = sequence("a", 4, 5), sequence("b", 2, 5)
+    scheduler = scheduler_with(a, kv_cache=CannotGrowInPlace(10))
     run_step(scheduler)
-    run_step(scheduler)
-    scheduler.add(sequence("c", 1, 1))
-    assert run_step(scheduler) == ({"a": 1}, ["b"])
+    scheduler.add(b)
+    assert run_step(scheduler) == ({}, ["a"])
+    assert [seq.request_id for seq in scheduler.waiting] == ["a", "b"]
+    assert run_step(scheduler) == ({"a": 5, "b": 2}, [])
 
 
 def test_a_preempted_sequence_longer_than_the_token_budget_comes_back():
     a, b = sequence("a", 5, 12), sequence("b", 3, 12)
     scheduler = scheduler_with(a, b, kv_cache=LimitedCache(16), max_tokens_per_step=6)
-    preempted = []
-    while not preempted:
-        preempted = run_step(scheduler)[1]
-    assert preempted == ["b"]
+    steps = (run_step(scheduler)[1] for _ in range(20))
+    assert next(preempted for preempted in steps if preempted) == ["b"]
     assert b.num_tokens > 6
     scheduler.remove(a)
     known = b.num_tokens

@@ -1,0 +1,130 @@
+# Exercise 1.2: admission under two budgets (Scheduler._admit).
+# Test with: pytest tests/ch01_past_key_values --impl work
+
+"""Scheduler: which sequences run in the next step, under three budgets."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from minivllm.errors import RequestError
+from minivllm.memory.kv_cache_manager import KVCacheManager, SlotCopy
+from minivllm.sequence import Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """What one step does.
+
+    sequences: those that run, each with its num_scheduled set, in the order of the batch.
+    copies: K and V to move before the forward pass, in order.
+    preempted: those that lost their cache in this step.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    copies: list[SlotCopy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching: requests join and leave between any two steps.
+
+    max_tokens_per_step: token budget, the tokens that one forward pass may compute.
+    max_running: sequence budget, the sequences that may hold cache at once.
+    kv_cache: cache budget, asked before anything is promised.
+
+    One rule covers prefill, decode, a prompt in several chunks and the recomputation after a
+    preemption: a step computes min(what is left of the sequence, what is left of the token
+    budget) tokens, and a token is sampled only when the last known one is in.
+    """
+
+    def __init__(
+        self, kv_cache: KVCacheManager, max_tokens_per_step: int = 2048, max_running: int = 256
+    ) -> None:
+        for name, value in (
+            ("max_tokens_per_step", max_tokens_per_step),
+            ("max_running", max_running),
+        ):
+            if value < 1:
+                raise RequestError(f"{name} is {value}: it must be 1 or more")
+        self.kv_cache = kv_cache
+        self.max_tokens_per_step = max_tokens_per_step
+        self.max_running = max_running
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+
+    def add(self, seq: Sequence) -> None:
+        """Queues seq. Raises RequestError when even an empty pool could not hold it to its end."""
+        # The last token is never read by a forward pass, so its K and V are never stored.
+        num_tokens = len(seq.prompt_token_ids) + seq.params.max_tokens - 1
+        if not self.kv_cache.can_ever_allocate(seq, num_tokens):
+            raise RequestError(
+                f"the request needs {num_tokens} token slots (prompt "
+                f"{len(seq.prompt_token_ids)} + max_tokens {seq.params.max_tokens} - 1) and the "
+                f"KV pool has {self.kv_cache.usage().total}: shorten it or enlarge the pool"
+            )
+        self.waiting.append(seq)
+
+    def schedule(self) -> ScheduledStep:
+        """Chooses what runs next; sets num_scheduled and takes the cache for it."""
+        step = ScheduledStep()
+        tokens_left = self._continue_running(step, self.max_tokens_per_step)
+        # Whoever was preempted waits at the front of the queue. Admitting in the same step would
+        # take the memory that was just made free, and the next step would preempt again.
+        if not step.preempted:
+            self._admit(step, tokens_left)
+        return step
+
+    def _continue_running(self, step: ScheduledStep, tokens_left: int) -> int:
+        """Gives every running sequence its next tokens, oldest first."""
+        position = 0
+        while position < len(self.running) and tokens_left > 0:
+            seq = self.running[position]
+            num_tokens = min(seq.num_remaining, tokens_left)
+            if not self._make_room(step, seq, seq.num_computed + num_tokens):
+                break
+            self._run(step, seq, num_tokens)
+            tokens_left -= num_tokens
+            position += 1
+        return tokens_left
+
+    def _make_room(self, step: ScheduledStep, seq: Sequence, num_tokens: int) -> bool:
+        """Preempts the newest sequences until num_tokens of seq fit; False if seq itself went.
+
+        The newest has the least to lose, and the oldest always gets on, so each request ends.
+        """
+        while not self.kv_cache.can_allocate(seq, num_tokens):
+            newest = self.running[-1]
+            self.preempt(newest)
+            step.preempted.append(newest)
+            if newest is seq:
+                return False
+        step.copies += self.kv_cache.allocate(seq, num_tokens)
+        return True
+
+    def _admit(self, step: ScheduledStep, tokens_left: int) -> None:
+        """Starts waiting sequences, first come first served, each with room for all its tokens."""
+        raise NotImplementedError("exercise 1.2: Scheduler._admit")
+
+    def _run(self, step: ScheduledStep, seq: Sequence, num_tokens: int) -> None:
+        seq.num_scheduled = num_tokens
+        step.sequences.append(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Takes back all cache of a running sequence and puts it first in the queue.
+
+        Its tokens stay: when it is admitted again, they are computed again.
+        """
+        self.running.remove(seq)
+        self.kv_cache.free(seq)
+        seq.num_computed = seq.num_scheduled = 0
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a waiting or running sequence out for good and frees what it holds."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+            self.kv_cache.free(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED

@@ -1,0 +1,1 @@
+"""Figures from plain results: numbers, lists and dicts in, a Chart out."""
