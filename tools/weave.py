@@ -101,7 +101,7 @@ def past_key_values_table(result: dict) -> str:
     )
     machine, settings = result["machine"], result["settings"]
     return (
-        "| sequences | engine, tokens/s | one batched pass, tokens/s | engine's Python in a step |\n"
+        "| sequences | engine, tokens/s | one batched pass, tokens/s | the engine's Python |\n"
         f"|---|---|---|---|\n{rows}\n"
         f"Medians of {settings['rounds']} alternating runs, decode only, float32, prompts of "
         f"{settings['prompt_len']} tokens, on {machine['processor']} with {machine['cores']} "
