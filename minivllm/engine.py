@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minivllm.sampler import Sampler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Increment:
     """What one step added to one request: the unit that a service layer would send.
 

@@ -13,12 +13,11 @@ from minivllm import models
 from minivllm.detokenizer import Detokenizer
 from minivllm.engine import Engine, Increment
 from minivllm.errors import RequestError
-from minivllm.memory.kv_cache_manager import UnboundedCache
-from minivllm.runners.past_key_values import PastKeyValuesRunner
 from minivllm.sampler import Sampler
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import StopReason
+from minivllm.stages import KVOptions, build_stage, longest_request
 
 Chat = list[dict[str, str]]
 Prompt = str | Chat | list[int]
@@ -41,6 +40,7 @@ class LLM:
 
     model: a name as in models.load_model, or a loaded model together with its tokenizer.
     max_tokens_per_step, max_running: the scheduler's budgets.
+    kv: how K and V are kept; default: in a cache object of the model's own per request.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class LLM:
         *,
         max_tokens_per_step: int = 2048,
         max_running: int = 256,
+        kv: KVOptions | None = None,
     ) -> None:
         if isinstance(model, str):
             model, tokenizer = models.load_model(model)
@@ -57,13 +58,15 @@ class LLM:
             raise RequestError("a loaded model needs its tokenizer: pass LLM(model, tokenizer)")
         self.model = model
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        kv = kv or KVOptions()
+        runner, kv_cache = build_stage(model, kv)
         self.engine = Engine(
-            PastKeyValuesRunner(model),
-            Scheduler(UnboundedCache(), max_tokens_per_step, max_running),
+            runner,
+            Scheduler(kv_cache, max_tokens_per_step, max_running),
             Sampler(),
             make_detokenizer=lambda stop: Detokenizer(self.tokenizer, stop),
             eos_token_ids=models.eos_token_ids(model, self.tokenizer),
-            max_model_len=models.max_model_len(model),
+            max_model_len=longest_request(model, kv),
             vocab_size=models.vocab_size(model),
         )
         # A step serves every live request, also those of a stream that is being read elsewhere.

@@ -31,6 +31,9 @@ class LimitedCache:
     def can_ever_allocate(self, seq, num_tokens):
         return num_tokens <= self.num_slots
 
+    def slots_needed(self, seq, num_tokens):
+        return num_tokens
+
     def can_allocate(self, seq, num_tokens):
         return num_tokens - self.held.get(seq.request_id, 0) <= self.num_free
 

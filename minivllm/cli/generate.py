@@ -35,6 +35,13 @@ def generate(
     ] = False,
     max_tokens_per_step: Annotated[int, typer.Option(help="The scheduler's token budget.")] = 2048,
     max_running: Annotated[int, typer.Option(help="The scheduler's sequence budget.")] = 256,
+    kv_cache: Annotated[
+        str, typer.Option(help="Where K and V are: past_key_values, reserved or growing.")
+    ] = "past_key_values",
+    kv_slots: Annotated[int, typer.Option(help="Size of the KV pool, in token slots.")] = 4096,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest request, in tokens; default: what fits.")
+    ] = None,
 ) -> None:
     """Answer all prompts together, through the engine."""
     from minivllm.sampling_params import SamplingParams
@@ -52,7 +59,14 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    llm = load_llm(model, max_tokens_per_step=max_tokens_per_step, max_running=max_running)
+    from minivllm.stages import KVOptions
+
+    llm = load_llm(
+        model,
+        max_tokens_per_step=max_tokens_per_step,
+        max_running=max_running,
+        kv=KVOptions(kv_cache, kv_slots, max_model_len),
+    )
     requests: list = [p if raw else [{"role": "user", "content": p}] for p in prompts]
     if stream:
         print_stream(llm, requests, params)

@@ -25,6 +25,10 @@ class KVCacheManager(Protocol):
         """Whether an empty pool could hold the first num_tokens tokens of seq."""
         ...
 
+    def slots_needed(self, seq: Sequence, num_tokens: int) -> int:
+        """Slots that seq takes when it is admitted with num_tokens tokens."""
+        ...
+
     def can_allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether allocate(seq, num_tokens) would succeed now."""
         ...
@@ -39,6 +43,10 @@ class KVCacheManager(Protocol):
 
     def free(self, seq: Sequence) -> None:
         """Takes back everything that seq holds. Raises KeyError when it holds nothing."""
+        ...
+
+    def slots_held(self, seq: Sequence) -> int:
+        """Slots that were given to seq because it asked for them."""
         ...
 
     def usage(self) -> MemoryUsage:
@@ -63,6 +71,9 @@ class UnboundedCache:
     def can_ever_allocate(self, seq: Sequence, num_tokens: int) -> bool:
         return True
 
+    def slots_needed(self, seq: Sequence, num_tokens: int) -> int:
+        return num_tokens
+
     def can_allocate(self, seq: Sequence, num_tokens: int) -> bool:
         return True
 
@@ -72,6 +83,9 @@ class UnboundedCache:
 
     def free(self, seq: Sequence) -> None:
         del self._num_tokens[seq.request_id]
+
+    def slots_held(self, seq: Sequence) -> int:
+        return self._num_tokens[seq.request_id]
 
     def usage(self) -> MemoryUsage:
         held = sum(self._num_tokens.values())

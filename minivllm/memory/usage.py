@@ -1,6 +1,7 @@
-"""MemoryUsage: what a KV cache manager's slots are used for."""
+"""MemoryUsage: what a KV cache manager's slots are used for, and the six shares of a pool."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +20,47 @@ class MemoryUsage:
     rounding: int
     free: int
     largest_hole: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Where a pool's slots go; the six always sum to the pool.
+
+    token: hold K and V of a real token.
+    reserved: allocated, empty now, and their request will use them before it ends.
+    internal: allocated, and their request will never use them (internal fragmentation).
+    rounding: what the allocator added.
+    external: free, enough in total for the request at the head of the queue, and yet no single
+        hole fits it (external fragmentation).
+    free: the other free slots.
+    """
+
+    token: int
+    reserved: int
+    internal: int
+    rounding: int
+    external: int
+    free: int
+
+    def __iter__(self):
+        return iter(astuple(self))
+
+
+def shares(
+    usage: MemoryUsage, running: Iterable[tuple[int, int, int]], head_needs: int | None
+) -> Shares:
+    """Splits a snapshot into the six shares, in slots.
+
+    running: for every request that holds slots (tokens now, slots held, tokens at its end). A
+        live engine does not know the last: only a replay can tell reserved from internal.
+    head_needs: slots that the head of the queue asks for; None when nobody waits.
+    """
+    token = reserved = internal = 0
+    for tokens, held, final in running:
+        used_in_the_end = min(held, final)
+        token += tokens
+        reserved += used_in_the_end - tokens
+        internal += held - used_in_the_end
+    blocked = head_needs is not None and usage.largest_hole < head_needs <= usage.free
+    external = usage.free if blocked else 0
+    return Shares(token, reserved, internal, usage.rounding, external, usage.free - external)

@@ -1,0 +1,1 @@
+"""Replays: the engine without a model, on the lengths of real requests."""

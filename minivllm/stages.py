@@ -1,0 +1,78 @@
+"""Stages: the same engine with K and V kept, and read, in another way."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from minivllm.errors import RequestError
+from minivllm.memory.contiguous import GrowingCache, ReservedCache
+from minivllm.memory.kv_cache_manager import KVCacheManager, UnboundedCache
+from minivllm.memory.kv_size import kv_shape
+from minivllm.memory.regions import make_regions
+from minivllm.models import max_model_len
+from minivllm.runners.runner import Runner
+
+KV_CACHES = ("past_key_values", "reserved", "growing")
+
+
+@dataclass(frozen=True, slots=True)
+class KVOptions:
+    """How K and V are kept.
+
+    kv_cache: past_key_values (the model's own object per request), reserved or growing (a
+        region per request in one pool).
+    kv_slots: size of the pool, in token slots.
+    max_model_len: longest request; None: what the model can, or what the pool holds.
+    reserve: length of a reserved region: max, pow2 or oracle.
+    fit: where a region is taken: first, best or buddy.
+    grow_by: slots by which a region grows.
+    """
+
+    kv_cache: str = "past_key_values"
+    kv_slots: int = 4096
+    max_model_len: int | None = None
+    reserve: str = "max"
+    fit: str = "first"
+    grow_by: int = 16
+
+
+def longest_request(model: PreTrainedModel, options: KVOptions) -> int | None:
+    """max_model_len as it holds: given or the model's own. Raises RequestError."""
+    limit = max_model_len(model)
+    wanted = options.max_model_len
+    if wanted is None:
+        pooled = options.kv_cache != "past_key_values"
+        return min(limit or options.kv_slots, options.kv_slots) if pooled else limit
+    if wanted < 2:
+        raise RequestError(f"max_model_len is {wanted}: it must be 2 or more")
+    if limit is not None and wanted > limit:
+        raise RequestError(f"max_model_len is {wanted}, and the model handles {limit}: lower it")
+    return wanted
+
+
+def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVCacheManager]:
+    """The runner and the KV cache manager of a stage. Raises RequestError."""
+    if options.kv_cache not in KV_CACHES:
+        raise RequestError(f"kv_cache is {options.kv_cache!r}: use one of {', '.join(KV_CACHES)}")
+    if options.kv_cache == "past_key_values":
+        from minivllm.runners.past_key_values import PastKeyValuesRunner
+
+        return PastKeyValuesRunner(model), UnboundedCache()
+
+    from minivllm.attention.kv_pool import KVPool
+    from minivllm.attention.slice import slice_attention
+    from minivllm.runners.pool import PoolRunner
+
+    longest = longest_request(model, options) or options.kv_slots
+    regions = make_regions(options.kv_slots, options.fit, longest)
+    manager: KVCacheManager
+    if options.kv_cache == "reserved":
+        manager = ReservedCache(regions, longest, options.reserve)
+    else:
+        manager = GrowingCache(regions, options.grow_by)
+    shape = kv_shape(model.config)
+    pool = KVPool(
+        shape.num_layers, options.kv_slots, 1, shape.num_kv_heads, shape.head_dim,
+        dtype=model.dtype, device=model.device,
+    )  # fmt: skip
+    return PoolRunner(model, pool, slice_attention), manager
