@@ -59,13 +59,11 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    from minivllm.stages import KVOptions
-
     llm = load_llm(
         model,
         max_tokens_per_step=max_tokens_per_step,
         max_running=max_running,
-        kv=KVOptions(kv_cache, kv_slots, max_model_len),
+        kv={"kv_cache": kv_cache, "kv_slots": kv_slots, "max_model_len": max_model_len},
     )
     requests: list = [p if raw else [{"role": "user", "content": p}] for p in prompts]
     if stream:
@@ -82,17 +80,21 @@ def generate(
         print(completion.text)
 
 
-def load_llm(model: str, **options: Any) -> "LLM":
-    """An LLM, with a sign of life on stderr while the libraries and the weights load."""
+def load_llm(model: str, *, kv: dict[str, Any] | None = None, **options: Any) -> "LLM":
+    """An LLM, with a sign of life on stderr while the libraries and the weights load.
+
+    kv: what makes a KVOptions.
+    """
     with Console(stderr=True).status(f"loading {model} ..."):
         from transformers.utils import logging
 
         from minivllm.llm import LLM
+        from minivllm.stages import KVOptions
 
         logging.disable_progress_bar()
         # Its warnings about each retry; when all failed, load_model says so in one sentence.
         getLogger("huggingface_hub").setLevel(ERROR)
-        return LLM(model, **options)
+        return LLM(model, kv=KVOptions(**(kv or {})), **options)
 
 
 def print_stream(llm: "LLM", requests: list, params) -> None:

@@ -1,0 +1,22 @@
+"""Policies: a KV cache manager by the name that the command line uses."""
+
+from minivllm.errors import RequestError
+from minivllm.memory.contiguous import GrowingCache, ReservedCache
+from minivllm.memory.kv_cache_manager import KVCacheManager
+from minivllm.memory.regions import make_regions
+
+POLICIES = ("reserve-max", "reserve-pow2", "reserve-oracle", "grow")
+
+
+def make_cache(
+    policy: str, kv_slots: int, max_model_len: int, *, fit: str = "first", grow_by: int = 16
+) -> KVCacheManager:
+    """A manager of kv_slots slots. Raises RequestError for what cannot be."""
+    if policy not in POLICIES:
+        raise RequestError(f"unknown policy {policy!r}: use {', '.join(POLICIES)}")
+    if kv_slots < 1:
+        raise RequestError(f"kv_slots is {kv_slots}: it must be 1 or more")
+    regions = make_regions(kv_slots, fit, max_model_len)
+    if policy == "grow":
+        return GrowingCache(regions, grow_by)
+    return ReservedCache(regions, max_model_len, policy.removeprefix("reserve-"))
