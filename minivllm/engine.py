@@ -100,7 +100,7 @@ class Engine:
         return request_id
 
     def step(self) -> list[Increment]:
-        """Runs one forward pass for whoever is scheduled; one increment per sampled token.
+        """Computes the scheduled tokens of everybody; one increment per sampled token.
 
         Returns an empty list when nothing runs or only parts of prompts were computed.
         """
@@ -109,8 +109,8 @@ class Engine:
             self.runner.release(seq)
         if not step.sequences:
             return []
-        tokens = self._compute(step)
         sampled = [seq for seq in step.sequences if seq.is_sampled]
+        tokens = self._compute(step, sampled)
         for seq in step.sequences:
             seq.num_computed, seq.num_scheduled = seq.context_len, 0
         return [self._append(seq, token) for seq, token in zip(sampled, tokens, strict=True)]
@@ -121,10 +121,10 @@ class Engine:
             raise RequestError(f"no live request has the id {request_id!r}: it ended or never was")
         self._finish(self._live[request_id], StopReason.ABORTED)
 
-    def _compute(self, step: ScheduledStep) -> list[int]:
+    def _compute(self, step: ScheduledStep, sampled: list[Sequence]) -> list[int]:
         try:
             logits = self.runner.run(step)
-            tokens = self.sampler.sample(logits, [seq for seq in step.sequences if seq.is_sampled])
+            tokens = self.sampler.sample(logits, sampled)
             if self.on_step is not None:
                 self.on_step(step)
             return tokens

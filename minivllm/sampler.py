@@ -28,10 +28,8 @@ def keep_top_p(sorted_logits: Tensor, top_p: Tensor) -> Tensor:
     top_p: [num_rows], in (0, 1]; 1 keeps the whole row. The largest logit always stays.
     """
     probs = sorted_logits.softmax(dim=-1)
-    # A token stays while the tokens before it fall short of top_p: so the one that crosses the
-    # line stays too, and the set is never empty.
     probs_before = probs.cumsum(dim=-1) - probs
-    outside = (probs_before >= top_p[:, None]) & (top_p < 1)[:, None]
+    outside = (probs_before >= top_p[:, None]) & (top_p < 1)[:, None]  # 1 is exact, sums are not
     return sorted_logits.masked_fill(outside, -torch.inf)
 
 

@@ -25,6 +25,8 @@ class ScheduledStep:
 class Scheduler:
     """Continuous batching: requests join and leave between any two steps.
 
+    Three budgets bound a step:
+
     max_tokens_per_step: token budget, the tokens that one forward pass may compute.
     max_running: sequence budget, the sequences that may hold cache at once.
     kv_cache: cache budget, asked before anything is promised.
@@ -73,7 +75,7 @@ class Scheduler:
 
     def _continue_running(self, step: ScheduledStep, tokens_left: int) -> int:
         """Gives every running sequence its next tokens, oldest first."""
-        position = 0
+        position = 0  # no for loop: making room may shorten the list behind it
         while position < len(self.running) and tokens_left > 0:
             seq = self.running[position]
             num_tokens = min(seq.num_remaining, tokens_left)

@@ -98,7 +98,8 @@ def check_books(engine):
     assert len(scheduler.running) <= scheduler.max_running
     assert all(seq.num_computed == 0 for seq in scheduler.waiting)
     if isinstance(engine.runner, PastKeyValuesRunner):
-        assert set(engine.runner.caches) <= {seq.request_id for seq in scheduler.running}
+        extra = set(engine.runner.caches) - {seq.request_id for seq in scheduler.running}
+        assert not extra, f"caches of {extra} are still held: was runner.release called for them?"
         for seq in scheduler.running:
             assert engine.runner.caches[seq.request_id].get_seq_length() == seq.num_computed
 

@@ -40,7 +40,7 @@ def starter(source: str, chapter: Chapter, exercises: list[Exercise]) -> str:
     titles = "".join(
         f"# Exercise {e.number}: {e.title} ({', '.join(e.names)}).\n" for e in exercises
     )
-    note = f"{titles}# Test with: pytest tests/{chapter.name} --impl work\n\n"
+    note = f"{titles}# Test with: python -m pytest tests/{chapter.name} --impl work\n\n"
     return note + "".join(lines)
 
 

@@ -14,11 +14,12 @@ DASHES = (0, (4, 3))
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """A model as two numbers, in bytes."""
+    """A model's memory in bytes, and the longest context it was made for, in tokens."""
 
     name: str
     kv_bytes_per_token: int
     weight_bytes: int
+    max_model_len: int
 
 
 def requests_that_outgrow_the_weights(model: ModelMemory, tokens: int) -> int:
@@ -32,8 +33,9 @@ def kv_memory_chart(
 ) -> Chart:  # fmt: skip
     """Left: one request of growing length. Right: more and more requests of `tokens` tokens.
 
-    Both axes are logarithmic: a straight line under 45 degrees is proportional growth. The
-    dashed line in the same colour is what the weights take; a dot marks where K and V take more.
+    Both axes are logarithmic, so a straight line is proportional growth. The dashed line in the
+    same colour is what the weights take; a dot marks where K and V take more. On the left a line
+    ends at the longest context that the model was made for.
     """
     model = models[0]
     count = requests_that_outgrow_the_weights(model, tokens)
@@ -67,15 +69,17 @@ def _panel(
     for model, color in zip(models, SERIES, strict=False):
         per_unit = model.kv_bytes_per_token * tokens / GIB
         weights = model.weight_bytes / GIB
-        axes.plot([start, largest], [per_unit * start, per_unit * largest], color=color, lw=2)
+        stop = min(largest, model.max_model_len) if tokens == 1 else largest
+        axes.plot([start, stop], [per_unit * start, per_unit * stop], color=color, lw=2)
         axes.plot([start, largest], [weights, weights], color=color, lw=1.2, ls=DASHES)
         crossing = weights / per_unit
-        if start <= crossing <= largest:
+        if start <= crossing <= stop:
             axes.plot([crossing], [weights], "o", color=color, ms=6)
             axes.annotate(
                 f"{requests_that_outgrow_the_weights(model, tokens):,}",
                 (crossing, weights), xytext=(5, -11), textcoords="offset points",
                 color=INK, fontsize=8.5,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )  # fmt: skip
     axes.set_xlabel(label)
     axes.grid(True, which="major", color="#E4E4E4")

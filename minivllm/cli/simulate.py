@@ -58,10 +58,10 @@ def simulate(
 
 
 def run(
-    *, policy: str, workload: str = "azure-conv", fit: str = "first", grow_by: int = 16, kv_slots: int = 65_536,
-    max_model_len: int = 8192, requests: int = 6000, seed: int = 0, arrivals: str = "queued",
-    rate: float = 1.0, steps_per_second: float = 20.0, max_running: int | None = None,
-    max_tokens_per_step: int | None = None, progress: bool = True,
+    *, policy: str, workload: str = "azure-conv", fit: str = "first", grow_by: int = 16,
+    kv_slots: int = 65_536, max_model_len: int = 8192, requests: int = 6000, seed: int = 0,
+    arrivals: str = "queued", rate: float = 1.0, steps_per_second: float = 20.0,
+    max_running: int | None = None, max_tokens_per_step: int | None = None, progress: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """One replay as a dict: its settings and what a ReplayResult holds."""
     settings = {k: v for k, v in locals().items() if k != "progress"}

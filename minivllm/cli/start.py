@@ -28,4 +28,4 @@ def start(
     print()
     for exercise in found.exercises:
         print(f"{exercise.number}  {exercise.title} ({exercise.module})")
-    print(f"\nTest your files with: pytest tests/{found.name} --impl work")
+    print(f"\nTest your files with: python -m pytest tests/{found.name} --impl work")

@@ -11,6 +11,7 @@ from minivllm.errors import CourseError
 
 TODO = re.compile(r"exercise (\d+)\.(\d+): (.*)")
 MISSING = pytest.StashKey[set[tuple[int, int, str]]]()
+WRONG = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("--impl")
     if folder is None:
         return
-    config.stash[MISSING] = set()
+    config.stash[MISSING], config.stash[WRONG] = set(), []
+    if config.option.tbstyle == "auto":
+        config.option.tbstyle = "short"  # the reader's own line, without pages of the library
+    if "real_model" not in config.option.markexpr:
+        # They take minutes and find nothing that the tiny model does not.
+        config.option.markexpr = f"({config.option.markexpr or 'True'}) and not real_model"
     try:
         install(files_in(implementation(Path(folder), config.args)))
     except CourseError as error:
@@ -73,14 +79,35 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
             missing.add(exercise)
             # The traceback would lead to a line that the reader has not written yet.
             report.longrepr = "exercise {}.{} is not written yet: {}".format(*exercise)
+        elif report.failed:
+            item.config.stash[WRONG].append(item.name)
     return report
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    missing = sorted(config.stash.get(MISSING, None) or ())
-    if not missing:
-        return
-    chapter, number, what = missing[0]
-    count = len({exercise[:2] for exercise in missing})
-    print(f"\nRed is expected here: {count} of the exercises are not written yet.")
-    print(f"First comes exercise {chapter}.{number}: {what}")
+    """The last lines of the run: what fails in code that is written, and what comes next."""
+    wrong = list(dict.fromkeys(config.stash.get(WRONG, None) or ()))
+    missing = sorted(config.stash.get(MISSING, None) or (), key=place)
+    if wrong:
+        shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        print(f"\n{len(wrong)} tests fail in code that is written: {shown}")
+    if missing:
+        count = len({exercise[:2] for exercise in missing})
+        print(f"\nRed is expected here: {count} of the exercises are not written yet.")
+        chapter, number, what = missing[0]
+        first = "First comes" if not wrong else "Next comes"
+        print(f"{first} exercise {chapter}.{number}: {what}")
+
+
+def place(exercise: tuple[int, int, str]) -> tuple[int, int, int]:
+    """Where an exercise stands in its chapter, so that the first one is named first."""
+    chapter, number, what = exercise
+    names = [
+        name
+        for known in all_chapters()
+        if known.number == chapter
+        for listed in known.exercises
+        if listed.number == f"{chapter}.{number}"
+        for name in listed.names
+    ]
+    return chapter, number, names.index(what) if what in names else len(names)

@@ -141,14 +141,14 @@ class GrowingCache(ContiguousCache):
         return self.regions.fits(num_slots)
 
     def allocate(self, seq: Sequence, num_tokens: int) -> list[SlotCopy]:
+        old = self._held.get(seq.request_id)
+        if old is not None and num_tokens <= len(old):
+            return []
         if not self.can_allocate(seq, num_tokens):
             raise OutOfSlots(f"no region for {num_tokens} tokens of request {seq.request_id}")
-        old = self._held.get(seq.request_id)
         num_slots = self.slots_needed(seq, num_tokens)
         if old is None:
             self._take(seq, num_slots)
-            return []
-        if num_slots <= len(old):
             return []
         if self.regions.can_extend(old.start, len(old), num_slots):
             self.regions.extend(old.start, len(old), num_slots)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Layer types (transformers' names) whose cache is K and V per token; others keep a fixed state.
+# Sliding and chunked layers stop growing at their window: counting them whole is an upper bound.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -40,8 +41,10 @@ def kv_shape(config: Any) -> KVShape:
     """The KVShape of a transformers config.
 
     Older configs have no num_key_value_heads (every query head has its own K and V) and no
-    head_dim (the hidden size is split evenly). Raises ValueError for a model that does not
-    store K and V per head, such as one with multi-head latent attention.
+    head_dim (the hidden size is split evenly among the query heads); newer ones may have the
+    attribute and leave it None, which means the same. layer_types, where there is one, names the
+    kind of each layer: only ATTENTION_LAYERS count. A kv_lora_rank marks multi-head latent
+    attention, which stores no K and V per head: raises ValueError with config.model_type in it.
     """
     config = config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None) is not None:

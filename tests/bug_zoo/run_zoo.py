@@ -1,4 +1,4 @@
-"""Run a chapter's tests on each of its bugs; prints {number: [exit status, last line]} as JSON.
+"""Run a chapter's tests on each of its bugs; prints {number: [exit status, summary]} as JSON.
 
 A process of its own, because the wrong modules must be imported in place of the right ones. What
 is slow to import (torch, transformers) is imported once; then each bug gets a fork of its own.
@@ -8,6 +8,7 @@ is slow to import (torch, transformers) is imported once; then each bug gets a f
 
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -19,9 +20,10 @@ from minivllm.course.chapters import Chapter, find_chapter
 PARALLEL = 2
 
 
-def last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+def summary(text: str) -> str:
+    """pytest's closing line, like `1 failed, 18 passed in 1.33s`."""
+    lines = [line for line in text.splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
+    return lines[-1] if lines else text[-300:]
 
 
 def run_in_fork(chapter: Chapter, bug: Bug, folder: Path) -> int:
@@ -56,7 +58,7 @@ def run_all(chapter: Chapter) -> dict[str, tuple[int, str]]:
     if not hasattr(os, "fork"):
         for bug in bugs_of(chapter):
             result = run_tests_on(chapter, bug)
-            results[bug.number] = (result.returncode, last_line(result.stdout))
+            results[bug.number] = (result.returncode, summary(result.stdout))
         return results
 
     import hypothesis.stateful  # noqa: F401
@@ -71,7 +73,7 @@ def run_all(chapter: Chapter) -> dict[str, tuple[int, str]]:
                 pid, status = os.wait()
                 ended, folder = running.pop(pid)
                 log = (folder / "log").read_text(errors="replace")
-                results[ended.number] = (os.waitstatus_to_exitcode(status), last_line(log))
+                results[ended.number] = (os.waitstatus_to_exitcode(status), summary(log))
             if bug is not None:
                 folder = Path(top) / bug.number
                 folder.mkdir()

@@ -140,6 +140,28 @@ def test_layers_without_attention_do_not_count():
     assert kv_shape(config).num_layers == attention
 
 
+def sliding_config(**options):
+    return transformers.Gemma3TextConfig(
+        num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        hidden_size=32, intermediate_size=32, vocab_size=50, sliding_window=8, **options,
+    )  # fmt: skip
+
+
+def test_sliding_layers_count_whole_which_is_an_upper_bound():
+    """Such a layer stops growing at its window; up to there the formula is exact."""
+    config = sliding_config()
+    assert len(set(config.layer_types)) == 2
+    assert kv_shape(config).num_layers == 6
+    model = AutoModelForCausalLM.from_config(config)
+    for num_tokens in (7, 20):
+        cache = DynamicCache(config=config)
+        token_ids = torch.ones(1, num_tokens, dtype=torch.long)
+        model(token_ids, use_cache=True, **{cache_argument(model): cache})
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        bound = kv_bytes(kv_shape(config), num_tokens, 4)
+        assert held == bound if num_tokens < 8 else held < bound
+
+
 def test_latent_attention_is_refused_by_name():
     with pytest.raises(ValueError, match="deepseek_v3"):
         kv_shape(transformers.DeepseekV3Config())

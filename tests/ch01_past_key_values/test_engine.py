@@ -39,6 +39,22 @@ def held_nothing(engine):
     assert engine.scheduler.kv_cache.usage().allocated == 0
 
 
+def test_a_step_that_samples_returns_one_increment(engine):
+    request_id = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
+    (first,) = engine.step()
+    assert (first.request_id, first.stop_reason) == (request_id, None)
+    (second,) = engine.step()
+    assert second.stop_reason == "max_tokens"
+    assert engine.step() == []
+
+
+def test_a_step_that_computes_only_a_part_of_a_prompt_returns_nothing(tiny):
+    engine = make_engine(*tiny, budget=2)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=1))
+    assert engine.step() == []
+    assert len(engine.step()) == 1
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_one_request_gives_the_tokens_of_transformers(tiny, prompt):
     expected = transformers_greedy(tiny[0], prompt, 20)

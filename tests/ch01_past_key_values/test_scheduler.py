@@ -3,7 +3,7 @@
 import pytest
 from support import LimitedCache
 
-from minivllm.memory.kv_cache_manager import UnboundedCache
+from minivllm.memory.kv_cache_manager import SlotCopy, UnboundedCache
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Sequence, SequenceStatus
@@ -49,6 +49,7 @@ def test_a_removed_sequence_leaves_its_place_at_once():
     a, b, c = sequence("a", 5), sequence("b", 3), sequence("c", 2)
     scheduler = scheduler_with(a, b, c, max_running=2)
     assert run_step(scheduler)[0] == {"a": 5, "b": 3}
+    assert [seq.status for seq in (a, b, c)] == ["running", "running", "waiting"]
     scheduler.remove(a)
     assert a.status is SequenceStatus.FINISHED
     assert run_step(scheduler)[0] == {"b": 1, "c": 2}
@@ -104,6 +105,23 @@ def test_first_come_first_served_without_skipping():
         sequence("a", 4, 3), sequence("b", 7, 2), sequence("c", 1, 2), kv_cache=LimitedCache(10)
     )
     assert run_step(scheduler)[0] == {"a": 4}
+
+
+class MovesThings(LimitedCache):
+    """Every allocation wants something copied, as contiguous memory may."""
+
+    def allocate(self, seq, num_tokens):
+        super().allocate(seq, num_tokens)
+        return [SlotCopy(0, len(seq.generated_token_ids), num_tokens)]
+
+
+def test_the_copies_of_a_step_are_collected_in_order():
+    scheduler = scheduler_with(sequence("a", 3), sequence("b", 4), kv_cache=MovesThings(500))
+    assert scheduler.schedule().copies == [(0, 0, 3), (0, 0, 4)]
+    scheduler = scheduler_with(sequence("a", 3), kv_cache=MovesThings(500))
+    run_step(scheduler)
+    scheduler.add(sequence("b", 4))
+    assert scheduler.schedule().copies == [(0, 1, 4), (0, 0, 4)]
 
 
 def test_an_admitted_sequence_has_room_for_its_whole_prompt():

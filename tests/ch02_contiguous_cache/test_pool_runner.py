@@ -24,42 +24,6 @@ def pooled(model, tokenizer, kv, **options):
     return llm
 
 
-REQUESTS = st.lists(
-    st.tuples(st.lists(st.integers(0, 255), min_size=1, max_size=20), st.integers(1, 12)),
-    min_size=1,
-    max_size=8,
-)
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    requests=REQUESTS,
-    kv=st.builds(
-        KVOptions,
-        kv_cache=st.sampled_from(["reserved", "growing"]),
-        kv_slots=st.integers(64, 140),
-        max_model_len=st.just(32),
-        reserve=st.sampled_from(["max", "pow2", "oracle"]),
-        fit=st.sampled_from(["first", "best", "buddy"]),
-        grow_by=st.integers(1, 8),
-    ),
-    budget=st.integers(1, 60),
-)
-def test_tokens_equal_those_of_chapter_1(tiny, solo_run, requests, kv, budget):
-    """Any order, any pool, prompts in pieces, preemptions, moves."""
-    llm = pooled(*tiny, kv, max_tokens_per_step=budget)
-    ids = []
-    for prompt, max_tokens in requests:
-        ids.append(llm.engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)))
-    increments = run_to_end(llm.engine)
-    for request_id, (prompt, max_tokens) in zip(ids, requests, strict=True):
-        tokens, text, reason = solo_run(prompt, SamplingParams(max_tokens=max_tokens))
-        assert tokens_of(increments[request_id]) == tokens
-        assert text_of(increments[request_id]) == text
-        assert increments[request_id][-1].stop_reason == reason
-    assert llm.engine.scheduler.kv_cache.usage().allocated == 0
-
-
 def test_regions_that_move_under_preemption(tiny, solo_run):
     """The case must really occur: moves and preemptions in one run."""
     llm = pooled(*tiny, KVOptions("growing", kv_slots=64, max_model_len=40, grow_by=4))
@@ -180,6 +144,42 @@ def test_the_one_line_of_arithmetic():
     assert slots_of([7, 2, 15], 16, 14, 19).tolist() == [7 * 16 + 14, 7 * 16 + 15, 32, 33, 34]
     huge = slots_of([40_000], 65_536, 0, 1)
     assert huge.tolist() == [2_621_440_000]
+
+
+REQUESTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 255), min_size=1, max_size=20), st.integers(1, 12)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    requests=REQUESTS,
+    kv=st.builds(
+        KVOptions,
+        kv_cache=st.sampled_from(["reserved", "growing"]),
+        kv_slots=st.integers(64, 140),
+        max_model_len=st.just(32),
+        reserve=st.sampled_from(["max", "pow2", "oracle"]),
+        fit=st.sampled_from(["first", "best", "buddy"]),
+        grow_by=st.integers(1, 8),
+    ),
+    budget=st.integers(1, 60),
+)
+def test_tokens_equal_those_of_chapter_1(tiny, solo_run, requests, kv, budget):
+    """Any order, any pool, prompts in pieces, preemptions, moves."""
+    llm = pooled(*tiny, kv, max_tokens_per_step=budget)
+    ids = []
+    for prompt, max_tokens in requests:
+        ids.append(llm.engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)))
+    increments = run_to_end(llm.engine)
+    for request_id, (prompt, max_tokens) in zip(ids, requests, strict=True):
+        tokens, text, reason = solo_run(prompt, SamplingParams(max_tokens=max_tokens))
+        assert tokens_of(increments[request_id]) == tokens
+        assert text_of(increments[request_id]) == text
+        assert increments[request_id][-1].stop_reason == reason
+    assert llm.engine.scheduler.kv_cache.usage().allocated == 0
 
 
 @pytest.mark.real_model

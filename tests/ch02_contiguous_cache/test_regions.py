@@ -143,14 +143,6 @@ class Buddy(Oracle):
             assert self.regions.holes() == BuddyRegions(self.regions.total, 4, 64).holes()
 
 
-@pytest.mark.parametrize("machine", [FirstFit, BestFit, Buddy])
-@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
-def test_against_a_bitmap(machine, examples):
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None)
-    )
-
-
 def test_the_article_s_four_requests():
     """A | free | C | free: 200 slots free, and no hole for D's 150."""
     regions = FitRegions(400)
@@ -193,3 +185,11 @@ def test_buddies_round_up_and_the_paper_s_pool_has_a_tail():
 def test_bad_options_are_refused(make):
     with pytest.raises(ValueError, match=r"use first|power of two"):
         make()
+
+
+@pytest.mark.parametrize("machine", [FirstFit, BestFit, Buddy])
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_against_a_bitmap(machine, examples):
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None)
+    )

@@ -1,5 +1,5 @@
 # Exercise 1.3: the heartbeat (Engine.step).
-# Test with: pytest tests/ch01_past_key_values --impl work
+# Test with: python -m pytest tests/ch01_past_key_values --impl work
 
 """Engine: add_request, step, abort. Everything happens in step()."""
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from minivllm.sampler import Sampler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Increment:
     """What one step added to one request: the unit that a service layer would send.
 
@@ -103,7 +103,7 @@ class Engine:
         return request_id
 
     def step(self) -> list[Increment]:
-        """Runs one forward pass for whoever is scheduled; one increment per sampled token.
+        """Computes the scheduled tokens of everybody; one increment per sampled token.
 
         Returns an empty list when nothing runs or only parts of prompts were computed.
         """
@@ -115,10 +115,10 @@ class Engine:
             raise RequestError(f"no live request has the id {request_id!r}: it ended or never was")
         self._finish(self._live[request_id], StopReason.ABORTED)
 
-    def _compute(self, step: ScheduledStep) -> list[int]:
+    def _compute(self, step: ScheduledStep, sampled: list[Sequence]) -> list[int]:
         try:
             logits = self.runner.run(step)
-            tokens = self.sampler.sample(logits, [seq for seq in step.sequences if seq.is_sampled])
+            tokens = self.sampler.sample(logits, sampled)
             if self.on_step is not None:
                 self.on_step(step)
             return tokens

@@ -1,5 +1,5 @@
 # Exercise 1.1: the sampler's filters (keep_top_k, keep_top_p).
-# Test with: pytest tests/ch01_past_key_values --impl work
+# Test with: python -m pytest tests/ch01_past_key_values --impl work
 
 """Sampler: from logits to the next token of each sequence."""
 
@@ -27,8 +27,6 @@ def keep_top_p(sorted_logits: Tensor, top_p: Tensor) -> Tensor:
     sorted_logits: [num_rows, vocab_size], each row from largest to smallest; -inf allowed.
     top_p: [num_rows], in (0, 1]; 1 keeps the whole row. The largest logit always stays.
     """
-    # A token stays while the tokens before it fall short of top_p: so the one that crosses the
-    # line stays too, and the set is never empty.
     raise NotImplementedError("exercise 1.1: keep_top_p")
 
 

@@ -1,5 +1,5 @@
 # Exercise 1.2: admission under two budgets (Scheduler._admit).
-# Test with: pytest tests/ch01_past_key_values --impl work
+# Test with: python -m pytest tests/ch01_past_key_values --impl work
 
 """Scheduler: which sequences run in the next step, under three budgets."""
 
@@ -27,6 +27,8 @@ class ScheduledStep:
 
 class Scheduler:
     """Continuous batching: requests join and leave between any two steps.
+
+    Three budgets bound a step:
 
     max_tokens_per_step: token budget, the tokens that one forward pass may compute.
     max_running: sequence budget, the sequences that may hold cache at once.
@@ -76,7 +78,7 @@ class Scheduler:
 
     def _continue_running(self, step: ScheduledStep, tokens_left: int) -> int:
         """Gives every running sequence its next tokens, oldest first."""
-        position = 0
+        position = 0  # no for loop: making room may shorten the list behind it
         while position < len(self.running) and tokens_left > 0:
             seq = self.running[position]
             num_tokens = min(seq.num_remaining, tokens_left)

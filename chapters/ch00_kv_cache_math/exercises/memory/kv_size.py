@@ -1,7 +1,7 @@
 # Exercise 0.1: the formula (kv_bytes_per_token, kv_bytes).
 # Exercise 0.2: how many requests fit (num_requests_that_fit).
 # Exercise 0.3: the shape from a model's config (kv_shape).
-# Test with: pytest tests/ch00_kv_cache_math --impl work
+# Test with: python -m pytest tests/ch00_kv_cache_math --impl work
 
 """How many bytes K and V take: the formula, from a model's shape or its config."""
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Layer types (transformers' names) whose cache is K and V per token; others keep a fixed state.
+# Sliding and chunked layers stop growing at their window: counting them whole is an upper bound.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -45,7 +46,9 @@ def kv_shape(config: Any) -> KVShape:
     """The KVShape of a transformers config.
 
     Older configs have no num_key_value_heads (every query head has its own K and V) and no
-    head_dim (the hidden size is split evenly). Raises ValueError for a model that does not
-    store K and V per head, such as one with multi-head latent attention.
+    head_dim (the hidden size is split evenly among the query heads); newer ones may have the
+    attribute and leave it None, which means the same. layer_types, where there is one, names the
+    kind of each layer: only ATTENTION_LAYERS count. A kv_lora_rank marks multi-head latent
+    attention, which stores no K and V per head: raises ValueError with config.model_type in it.
     """
     raise NotImplementedError("exercise 0.3: kv_shape")
