@@ -1,4 +1,8 @@
 import pytest
+from hypothesis import Phase, settings
+
+# For runs that are expected to fail, and of which nobody reads the examples.
+settings.register_profile("no-shrink", phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 # The package is imported inside the fixtures: `--impl` must have its say first.
 

@@ -73,7 +73,8 @@ def run_tests_on(chapter: Chapter, bug: Bug) -> subprocess.CompletedProcess:
         bug.write(Path(folder))
         result = subprocess.run(
             [sys.executable, "-m", "pytest", str(chapter.tests), "--impl", folder,
-             "-q", "--tb=no", "--maxfail=12", "-m", "not full and not real_model"],
+             "-q", "--tb=no", "--maxfail=12", "--hypothesis-profile", "no-shrink",
+             "-m", "not full and not real_model"],
             cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
     if result.returncode not in (0, 1):  # 0: all passed, 1: some failed

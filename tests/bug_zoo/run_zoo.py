@@ -44,7 +44,8 @@ def run_in_fork(chapter: Chapter, bug: Bug, folder: Path) -> int:
         torch.set_num_threads(1)
         status = pytest.main(
             [str(chapter.tests), "--impl", str(folder / "package"), "-x", "-q", "--tb=no",
-             "-p", "no:cacheprovider", "-m", "not full and not real_model"]
+             "-p", "no:cacheprovider", "--hypothesis-profile", "no-shrink",
+             "-m", "not full and not real_model"]
         )  # fmt: skip
     except BaseException:
         traceback.print_exc()

@@ -88,7 +88,8 @@ def test_the_text_names_every_bug_and_exercise_that_exists(chapter):
 def run_pytest(chapter, *arguments):
     command = [sys.executable, "-m", "pytest", "-q", f"tests/{chapter.name}", *arguments]
     return subprocess.run(
-        [*command, "-m", "not full and not real_model", "-p", "no:cacheprovider"],
+        [*command, "-m", "not full and not real_model", "-p", "no:cacheprovider",
+         "--hypothesis-profile", "no-shrink"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
