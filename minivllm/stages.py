@@ -64,11 +64,13 @@ def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVC
     from minivllm.runners.pool import PoolRunner
 
     longest = longest_request(model, options) or options.kv_slots
-    regions = make_regions(options.kv_slots, options.fit, longest)
     manager: KVCacheManager
     if options.kv_cache == "reserved":
+        regions = make_regions(options.kv_slots, options.fit, longest)
         manager = ReservedCache(regions, longest, options.reserve)
     else:
+        # A region is a multiple of grow_by, and may be longer than the longest request.
+        regions = make_regions(options.kv_slots, options.fit, longest + max(options.grow_by, 1) - 1)
         manager = GrowingCache(regions, options.grow_by)
     shape = kv_shape(model.config)
     pool = KVPool(

@@ -16,7 +16,10 @@ def make_cache(
         raise RequestError(f"unknown policy {policy!r}: use {', '.join(POLICIES)}")
     if kv_slots < 1:
         raise RequestError(f"kv_slots is {kv_slots}: it must be 1 or more")
-    regions = make_regions(kv_slots, fit, max_model_len)
     if policy == "grow":
-        return GrowingCache(regions, grow_by)
+        # A region is a multiple of grow_by, and may be longer than the longest request.
+        return GrowingCache(
+            make_regions(kv_slots, fit, max_model_len + max(grow_by, 1) - 1), grow_by
+        )
+    regions = make_regions(kv_slots, fit, max_model_len)
     return ReservedCache(regions, max_model_len, policy.removeprefix("reserve-"))

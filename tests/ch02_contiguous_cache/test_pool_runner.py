@@ -193,10 +193,10 @@ def test_the_real_model_on_24_requests(real, order):
     if order == "reversed":
         prompts, params = prompts[::-1], params[::-1]
     expected = LLM(model, tokenizer).generate(prompts, params, progress=False)
-    for kv, slots in (("reserved", 480), ("growing", 192)):
+    for kv, slots in (("reserved", 480), ("growing", 120)):
         llm = pooled(model, tokenizer, KVOptions(kv, slots, 60, grow_by=4), max_tokens_per_step=64)
-        preempted = []
-        llm.engine.on_step = lambda step, seen=preempted: seen.extend(step.preempted)
+        short = []  # moves and preemptions
+        llm.engine.on_step = lambda s, seen=short: seen.extend([*s.copies, *s.preempted])
         answers = llm.generate(prompts, params, progress=False)
         assert [a.token_ids for a in answers] == [e.token_ids for e in expected], kv
-        assert kv == "reserved" or preempted, "the growing pool was never short"
+        assert kv == "reserved" or short, "the growing pool was never short"
