@@ -35,6 +35,8 @@ class Increment:
 class Engine:
     """Turns queued requests into tokens, one step for all of them at a time.
 
+    Not for several threads at once, and not to be called from its own on_step.
+
     runner, scheduler, sampler: how a step is computed, planned and turned into tokens.
     make_detokenizer: called with a request's stop strings; None gives increments without text.
     eos_token_ids: tokens that end an answer.
@@ -93,10 +95,11 @@ class Engine:
             raise RequestError(f"params is {params!r}: it must be a SamplingParams")
         seq = Sequence(request_id, self._checked_prompt(prompt_token_ids), params)
         self._check_length(seq)
+        detokenizer = None if self.make_detokenizer is None else self.make_detokenizer(params.stop)
         self.scheduler.add(seq)
         self._live[request_id] = seq
-        if self.make_detokenizer is not None:
-            self._detokenizers[request_id] = self.make_detokenizer(params.stop)
+        if detokenizer is not None:
+            self._detokenizers[request_id] = detokenizer
         return request_id
 
     def step(self) -> list[Increment]:

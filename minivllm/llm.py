@@ -56,7 +56,7 @@ class LLM:
             model, tokenizer = models.load_model(model)
         elif tokenizer is None:
             raise RequestError("a loaded model needs its tokenizer: pass LLM(model, tokenizer)")
-        self.model = model
+        self.model = model.eval()  # with dropout no answer would be the same twice
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         kv = kv or KVOptions()
         runner, kv_cache = build_stage(model, kv)

@@ -84,7 +84,8 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def max_model_len(model: PreTrainedModel) -> int | None:
     """The longest sequence that the model's positions cover, in tokens; None if it has no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit and limit > 0 else None
 
 
 def vocab_size(model: PreTrainedModel) -> int:

@@ -63,12 +63,14 @@ def run(arguments: list[str]) -> int:
         return fail(f"not written yet: {error}", 1)
     except TyperException as error:
         return fail(error.format_message(), error.exit_code)
-    except (KeyboardInterrupt, Abort):
-        return fail("interrupted", 130)
     except BrokenPipeError:
         # The reader of a pipe (head, less) left: nothing more to say, to nobody.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        return fail(f"{error.filename or 'a file'}: {error.strerror or error}", 1)
+    except (KeyboardInterrupt, Abort):
+        return fail("interrupted", 130)
     return status if isinstance(status, int) else 0
 
 

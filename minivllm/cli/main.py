@@ -1,10 +1,14 @@
 """The entry point: puts the reader's own files in place before anything else is imported."""
 
+import io
 import sys
 from pathlib import Path
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no emoji shows a ? instead
     arguments = sys.argv[1:]
     folder = None
     if arguments and arguments[0] == "--impl" and len(arguments) > 1:

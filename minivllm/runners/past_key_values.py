@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from minivllm.errors import ModelError
 from minivllm.scheduler import ScheduledStep
 from minivllm.sequence import Sequence
 
@@ -15,9 +16,16 @@ def cache_argument(model: PreTrainedModel) -> str:
     """The name under which the model's forward takes its cache.
 
     `past_key_values` until transformers 5.23, `cache` from 5.24 (the old name goes in 5.40).
+    Raises ModelError for a model whose memory is not K and V per token.
     """
     parameters = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"
+    name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+    if name is None or getattr(model, "_is_stateful", False):
+        raise ModelError(
+            f"{model.config.model_type} keeps a running state instead of K and V per token: "
+            f"this engine cannot compute it in pieces"
+        )
+    return name
 
 
 class PastKeyValuesRunner:
@@ -58,5 +66,7 @@ class PastKeyValuesRunner:
     def kv_bytes(self) -> int:
         layers: list[Any] = [layer for cache in self.caches.values() for layer in cache.layers]
         return sum(
-            layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized
+            layer.keys.nbytes + layer.values.nbytes
+            for layer in layers
+            if getattr(layer, "is_initialized", False)
         )

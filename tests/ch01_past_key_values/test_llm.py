@@ -117,6 +117,26 @@ def test_a_model_without_a_chat_template_says_so(tiny, monkeypatch):
         LLM(*tiny).generate([[{"role": "user", "content": "Hi"}]], progress=False)
 
 
+def test_a_model_in_train_mode_answers_the_same_every_time(tiny):
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_embd=48, n_layer=2, n_head=6, vocab_size=257, n_positions=256, initializer_range=0.3
+    )
+    llm = LLM(transformers.GPT2LMHeadModel(config).train(), tiny[1])
+    assert len({llm.generate("Hi", SHORT, progress=False)[0].text for _ in range(3)}) == 1
+
+
+def test_a_model_with_a_running_state_is_refused_by_name(tiny):
+    import transformers
+
+    config = transformers.MambaConfig(
+        hidden_size=32, num_hidden_layers=2, vocab_size=257, state_size=4
+    )
+    with pytest.raises(RuntimeError, match="mamba keeps a running state"):
+        LLM(transformers.MambaForCausalLM(config), tiny[1])
+
+
 def test_a_loaded_model_needs_its_tokenizer(tiny):
     with pytest.raises(ValueError, match="needs its tokenizer"):
         LLM(tiny[0])

@@ -228,7 +228,11 @@ def test_freeing_twice_is_an_error():
         cache.free(seq)
 
 
-@pytest.mark.parametrize("budgets", [{"max_tokens_per_step": 0}, {"max_running": -1}])
+@pytest.mark.parametrize(
+    "budgets",
+    [{"max_tokens_per_step": 0}, {"max_running": -1}, {"max_running": float("nan")},
+     {"max_tokens_per_step": 2.5}],
+)  # fmt: skip
 def test_budgets_must_be_positive(budgets):
     with pytest.raises(ValueError, match="must be 1 or more"):
         Scheduler(UnboundedCache(), **budgets)

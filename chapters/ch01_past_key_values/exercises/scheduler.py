@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from minivllm.errors import RequestError
 from minivllm.memory.kv_cache_manager import KVCacheManager, SlotCopy
+from minivllm.sampling_params import is_int
 from minivllm.sequence import Sequence, SequenceStatus
 
 
@@ -46,8 +47,8 @@ class Scheduler:
             ("max_tokens_per_step", max_tokens_per_step),
             ("max_running", max_running),
         ):
-            if value < 1:
-                raise RequestError(f"{name} is {value}: it must be 1 or more")
+            if not is_int(value) or value < 1:
+                raise RequestError(f"{name} is {value!r}: it must be 1 or more, a whole number")
         self.kv_cache = kv_cache
         self.max_tokens_per_step = max_tokens_per_step
         self.max_running = max_running
