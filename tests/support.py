@@ -10,7 +10,6 @@ from minivllm.models import eos_token_ids, max_model_len, vocab_size
 from minivllm.runners.past_key_values import PastKeyValuesRunner
 from minivllm.sampler import Sampler
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import StopReason
 
 
 class LimitedCache:
@@ -135,6 +134,3 @@ def transformers_greedy(model, prompt, max_tokens, eos_token_id=None):
 
 def ends(increments):
     return [i.stop_reason for i in increments if i.stop_reason is not None]
-
-
-__all__ = [name for name in dir() if not name.startswith("_")] + ["StopReason"]

@@ -3,6 +3,7 @@
 import json
 import re
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -95,7 +96,7 @@ def models_named(model: str) -> list[tuple[str, KVShape, str]]:
 
     from minivllm.models import TINY_RANDOM, load_config
 
-    if "/" not in model and model != TINY_RANDOM and not is_folder(model):
+    if "/" not in model and model != TINY_RANDOM and not Path(model).is_dir():
         raise RequestError(
             f"unknown model {model!r}: use {', '.join(known)}, a local folder, or a hub id"
         )
@@ -106,12 +107,6 @@ def models_named(model: str) -> list[tuple[str, KVShape, str]]:
         raise RequestError(f"no KV size for {model!r}: {error}") from error
     dtype = str(config.get_text_config().dtype or "float32").removeprefix("torch.")
     return [(model, shape, dtype if dtype in DTYPE_SIZES else "float32")]
-
-
-def is_folder(name: str) -> bool:
-    from pathlib import Path
-
-    return Path(name).is_dir()
 
 
 def parse_bytes(text: str) -> int:

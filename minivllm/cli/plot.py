@@ -63,7 +63,6 @@ def memory_map(
         make_cache(policy, kv_slots, max_model_len, fit=fit),
         on_step=recorder.note,
     )
-    recorder.scheduler = replay.scheduler
     replay.run()
     pieces, blocked = recorder.finish(), recorder.blocked
     title = f"{policy}, {fit} fit: "

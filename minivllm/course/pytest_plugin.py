@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.course.chapters import ROOT, all_chapters
+from minivllm.course.chapters import ROOT, all_chapters, find_chapter
 from minivllm.course.overlay import files_in, install
 from minivllm.errors import CourseError
 
@@ -102,12 +102,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def place(exercise: tuple[int, int, str]) -> tuple[int, int, int]:
     """Where an exercise stands in its chapter, so that the first one is named first."""
     chapter, number, what = exercise
-    names = [
-        name
-        for known in all_chapters()
-        if known.number == chapter
-        for listed in known.exercises
-        if listed.number == f"{chapter}.{number}"
-        for name in listed.names
-    ]
+    listed = find_chapter(chapter).exercises
+    names = [name for e in listed if e.number == f"{chapter}.{number}" for name in e.names]
     return chapter, number, names.index(what) if what in names else len(names)

@@ -44,7 +44,8 @@ def kv_shape(config: Any) -> KVShape:
     head_dim (the hidden size is split evenly among the query heads); newer ones may have the
     attribute and leave it None, which means the same. layer_types, where there is one, names the
     kind of each layer: only ATTENTION_LAYERS count. A kv_lora_rank marks multi-head latent
-    attention, which stores no K and V per head: raises ValueError with config.model_type in it.
+    attention, which stores no K and V per head: raises ValueError with config.model_type in it,
+    and likewise when no layer counts.
     """
     config = config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -54,12 +55,13 @@ def kv_shape(config: Any) -> KVShape:
         )
     num_heads = config.num_attention_heads
     layer_types = getattr(config, "layer_types", None)
+    num_layers = config.num_hidden_layers
+    if layer_types:
+        num_layers = sum(layer in ATTENTION_LAYERS for layer in layer_types)
+    if num_layers == 0:
+        raise ValueError(f"no layer of {config.model_type} is known to store K and V per token")
     return KVShape(
-        num_layers=(
-            sum(layer in ATTENTION_LAYERS for layer in layer_types)
-            if layer_types
-            else config.num_hidden_layers
-        ),
+        num_layers=num_layers,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
     )

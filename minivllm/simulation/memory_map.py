@@ -29,25 +29,22 @@ class Blocked:
 
 @dataclass
 class MemoryMap:
-    """Give `note` to a Replay as on_step, and read `pieces` after its end.
+    """Give `note` to a Replay as on_step, and call finish() after its end.
 
     pieces: everything that was held, in the order in which it ended.
     blocked: the first step in which the head of the queue fitted nowhere though in total it did.
     """
 
-    scheduler: Scheduler | None = None
     pieces: list[Held] = field(default_factory=list)
     blocked: Blocked | None = None
     _open: dict[tuple[str, int, int], int] = field(default_factory=dict)
     _step: int = 0
 
-    def note(self, step: ScheduledStep, found: Shares) -> None:
-        scheduler = self.scheduler
-        if scheduler is None:
-            raise ValueError("set map.scheduler = replay.scheduler before the replay runs")
-        now = {
+    def note(self, scheduler: Scheduler, step: ScheduledStep, found: Shares) -> None:
+        # A dict, not a set: its order is the same in every process, and so are the figure's bytes.
+        now = dict.fromkeys(
             (seq.request_id, seq.block_table[0], len(seq.block_table)) for seq in scheduler.running
-        }
+        )
         for key in [key for key in self._open if key not in now]:
             self._close(key)
         for key in now:

@@ -36,8 +36,8 @@ class ReplayResult:
 class Replay:
     """Runs requests through the real scheduler and engine, with nothing computed.
 
-    kv_cache: the memory under test. on_step: also called after each step's measurement, with
-    the step and its shares in slots; for charts.
+    kv_cache: the memory under test. on_step: called in each step with the scheduler, the step and
+    its shares in slots, before finished requests free their memory; for charts.
 
     The window: from the step in which 5 % of the requests have been admitted until nobody waits
     and nobody is to come.
@@ -50,7 +50,7 @@ class Replay:
         *,
         max_running: int | None = None,
         max_tokens_per_step: int | None = None,
-        on_step: Callable[[ScheduledStep, Shares], None] | None = None,
+        on_step: Callable[[Scheduler, ScheduledStep, Shares], None] | None = None,
     ) -> None:
         self.requests = deque(requests)
         self.kv_cache = kv_cache
@@ -125,7 +125,7 @@ class Replay:
             head_needs,
         )
         if self._on_step is not None:
-            self._on_step(step, found)
+            self._on_step(self.scheduler, step, found)
         if not self._in_window:
             return
         for i, slots in enumerate(found):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 from minivllm.errors import RequestError
@@ -134,25 +134,23 @@ def load(
     for name, value in (("rate", rate), ("steps_per_second", steps_per_second)):
         if not (math.isfinite(value) and value > 0):
             raise RequestError(f"{name} is {value}: it must be a finite number above 0")
-    times: Iterable[float]
+    if arrivals not in ("queued", "poisson", "trace"):
+        raise RequestError(f"arrivals is {arrivals!r}: use queued, poisson or trace")
+    lengths: Iterable[Lengths]
+    times: Iterable[float] = repeat(0.0)
     if workload in WORKLOADS:
         if arrivals == "trace":
             raise RequestError(f"{workload} has no times of its own: use queued or poisson")
-        rows = islice(WORKLOADS[workload](random.Random(seed)), count)
-        lengths: Iterable[Lengths] = rows
-        times = iter(lambda: 0.0, None)
+        lengths = islice(WORKLOADS[workload](random.Random(seed)), count)
     elif Path(workload).suffix == ".csv":
-        lengths, times = split_trace(Path(workload), count)
+        lengths, own_times = split_trace(Path(workload), count)
+        times = own_times if arrivals == "trace" else times
     else:
         raise RequestError(
             f"unknown workload {workload!r}: use {', '.join(WORKLOADS)}, or a .csv file"
         )
     if arrivals == "poisson":
         times = poisson(rate, random.Random(seed + 1))
-    elif arrivals == "queued":
-        times = iter(lambda: 0.0, None)
-    elif arrivals != "trace":
-        raise RequestError(f"arrivals is {arrivals!r}: use queued, poisson or trace")
     return (
         cut(prompt, output, max_model_len, int(time * steps_per_second))
         for (prompt, output), time in zip(lengths, times, strict=False)

@@ -162,6 +162,13 @@ def test_sliding_layers_count_whole_which_is_an_upper_bound():
         assert held == bound if num_tokens < 8 else held < bound
 
 
+def test_a_config_none_of_whose_layers_counts_is_refused_by_name():
+    config = sliding_config()
+    config.layer_types = ["something_else"] * 6
+    with pytest.raises(ValueError, match="gemma3_text"):
+        kv_shape(config)
+
+
 def test_latent_attention_is_refused_by_name():
     with pytest.raises(ValueError, match="deepseek_v3"):
         kv_shape(transformers.DeepseekV3Config())

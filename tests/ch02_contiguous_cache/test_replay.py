@@ -84,7 +84,7 @@ def test_reserve_max_has_a_closed_form():
 def test_shares_sum_to_the_pool_in_every_step():
     cache, sums = GrowingCache(FitRegions(5000)), []
     requests = load("sharegpt", 60, max_model_len=1000)
-    Replay(requests, cache, on_step=lambda step, found: sums.append(sum(found))).run()
+    Replay(requests, cache, on_step=lambda scheduler, step, found: sums.append(sum(found))).run()
     assert set(sums) == {5000}
     assert len(sums) > 500
 
@@ -94,7 +94,7 @@ def test_a_request_is_measured_with_p_to_p_plus_g_minus_1_tokens():
     replay = Replay(
         [Request(10, 4)],
         ReservedCache(FitRegions(100), 20),
-        on_step=lambda step, found: tokens.append(found.token),
+        on_step=lambda scheduler, step, found: tokens.append(found.token),
     )
     replay.run()
     assert tokens == [10, 11, 12, 13]
@@ -105,7 +105,7 @@ def test_later_arrivals_wait_for_their_step_and_idle_steps_count():
     replay = Replay(
         [Request(4, 2, 0), Request(4, 2, 10)],
         ReservedCache(FitRegions(100), 50),
-        on_step=lambda step, found: steps.append([s.request_id for s in step.sequences]),
+        on_step=lambda scheduler, step, found: steps.append([s.request_id for s in step.sequences]),
     )
     result = replay.run()
     assert steps == [["1"], ["1"], ["2"], ["2"]]
@@ -120,7 +120,7 @@ def test_budgets_are_kept():
         GrowingCache(FitRegions(20_000)),
         max_running=5,
         max_tokens_per_step=100,
-        on_step=lambda step, _: seen.append([s.num_scheduled for s in step.sequences]),
+        on_step=lambda scheduler, step, _: seen.append([s.num_scheduled for s in step.sequences]),
     )
     replay.run()
     assert max(map(len, seen)) == 5

@@ -49,6 +49,7 @@ def kv_shape(config: Any) -> KVShape:
     head_dim (the hidden size is split evenly among the query heads); newer ones may have the
     attribute and leave it None, which means the same. layer_types, where there is one, names the
     kind of each layer: only ATTENTION_LAYERS count. A kv_lora_rank marks multi-head latent
-    attention, which stores no K and V per head: raises ValueError with config.model_type in it.
+    attention, which stores no K and V per head: raises ValueError with config.model_type in it,
+    and likewise when no layer counts.
     """
     raise NotImplementedError("exercise 0.3: kv_shape")
