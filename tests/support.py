@@ -134,3 +134,63 @@ def transformers_greedy(model, prompt, max_tokens, eos_token_id=None):
 
 def ends(increments):
     return [i.stop_reason for i in increments if i.stop_reason is not None]
+
+
+class SlotRunner:
+    """A runner whose tokens depend on what is stored where: attention in plain Python.
+
+    It writes every computed token into the slot that the block table names, and the next token is
+    a number made of all tokens read back through the table, so that a wrong table, a slot given
+    twice, or a lost copy changes what is generated. Use it with SlotSampler.
+    """
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.slots = {}
+
+    def slot(self, seq, token):
+        block = seq.block_table[token // self.block_size]
+        return block * self.block_size + token % self.block_size
+
+    def run(self, step):
+        for source, destination, count in step.copies:
+            moved = [self.slots.get(source + i) for i in range(count)]
+            self.slots.update(enumerate(moved, start=destination))
+        for seq in step.sequences:
+            for i, token_id in enumerate(seq.scheduled_token_ids()):
+                position = seq.num_computed + i
+                self.slots[self.slot(seq, position)] = (position, token_id)
+        return [
+            next_token([self.slots[self.slot(seq, t)] for t in range(seq.context_len)])
+            for seq in step.sequences
+            if seq.is_sampled
+        ]
+
+    def release(self, seq):
+        pass
+
+    def kv_bytes(self):
+        return 0
+
+
+class SlotSampler:
+    def sample(self, tokens, sequences):
+        return tokens
+
+
+def next_token(known):
+    """known: (position, token id) of every token so far."""
+    return sum((position + 1) * (token_id + 7) for position, token_id in known) % 251
+
+
+def generated_alone(prompt, max_tokens):
+    """What SlotRunner must generate for a prompt, by the definition."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(list(enumerate(tokens))))
+    return tokens[len(prompt) :]
+
+
+def slot_engine(kv_cache, block_size=1, **budgets):
+    """An engine on the given KV cache manager whose tokens are those of SlotRunner."""
+    return Engine(SlotRunner(block_size), Scheduler(kv_cache, **budgets), SlotSampler())

@@ -36,15 +36,21 @@ STYLE: dict[Any, Any] = {
 
 
 class Chart(Figure):
-    """Draw on `axes`; a notebook shows it, save() writes it. The title states the finding."""
+    """Draw on its `panels`; a notebook shows it, save() writes it. The title states the finding."""
 
     def __init__(
-        self, title: str, *, width: float = 7.6, height: float = 3.6, columns: int = 1
+        self,
+        title: str,
+        *,
+        width: float = 7.6,
+        height: float = 3.6,
+        columns: int = 1,
+        rows: int = 1,
     ) -> None:
         with rc_context(STYLE):
             super().__init__(figsize=(width, height), layout="constrained")
-            made = self.subplots(1, columns, squeeze=False)
-        self.columns: list[Axes] = list(made[0])
+            made = self.subplots(rows, columns, squeeze=False, sharex=rows > 1)
+        self.panels: list[Axes] = list(made.flat)
         self.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, fontweight="bold")
 
     def _repr_png_(self) -> bytes:

@@ -45,12 +45,12 @@ def kv_memory_chart(
         height=4.3,
         columns=2,
     )
-    left, right = chart.columns
+    left, right = chart.panels
     _panel(left, models, 1, max_tokens, "context length of one request (tokens)")
     _panel(right, models, tokens, max_requests, f"concurrent requests of {tokens:,} tokens")
     left.set_ylabel("memory (GiB)")
     low, high = left.get_ylim()[0], right.get_ylim()[1]
-    for axes in chart.columns:
+    for axes in chart.panels:
         axes.set_ylim(max(low, 1e-3), high)
     lines = [Line2D([], [], color=color, lw=2) for _, color in zip(models, SERIES, strict=False)]
     names = [model.name for model in models]

@@ -33,7 +33,8 @@ POLICY_COLORS = {
     "reserve-max": VERMILION,
     "reserve-pow2": ORANGE,
     "reserve-oracle": GREEN,
-    "grow": BLUE,
+    "grow": SKY,
+    "paged": BLUE,
 }
 
 # Share of KV memory in percent, as reported: Kwon et al., SOSP 2023, Figure 2.
@@ -41,6 +42,7 @@ PAPER_FIGURE_2 = {
     "reserve-max": {"token": 20.4, "reserved": 13.3, "internal": 57.3, OTHERS[0]: 8.9},
     "reserve-pow2": {"token": 26.8, "reserved": 17.9, "internal": 13.6, OTHERS[0]: 41.6},
     "reserve-oracle": {"token": 38.2, "reserved": 25.2, "internal": 0.0, OTHERS[0]: 36.6},
+    "paged": {"token": 96.3},
 }
 
 
@@ -55,7 +57,7 @@ def waste_chart(
     """
     with_others = any(reported)
     chart = Chart(title, width=8.6, height=4.4)
-    axes = chart.columns[0]
+    axes = chart.panels[0]
     for position, (label, share) in enumerate(results):
         _bar(axes, position - (0.17 if with_others else 0), 0.5 if with_others else 0.6, share)
         if position < len(reported) and (other := reported[position]) is not None:
@@ -101,7 +103,7 @@ def memory_map_chart(
     blocked: with step, needs, free, largest_hole: the moment to mark.
     """
     chart = Chart(title, width=8.6, height=4.6)
-    axes = chart.columns[0]
+    axes = chart.panels[0]
     for piece in pieces:
         axes.add_patch(
             Rectangle(
@@ -130,7 +132,7 @@ def memory_map_chart(
 def concurrency_chart(lines: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Chart:
     """Requests running at once against the size of the pool; lines: policy -> (slots, requests)."""
     chart = Chart(title, width=7.6, height=4.0)
-    axes = chart.columns[0]
+    axes = chart.panels[0]
     for position, (policy, points) in enumerate(lines.items()):
         slots, running = zip(*points, strict=True)
         axes.plot(

@@ -22,7 +22,7 @@ def timeline_chart(
     """
     num_steps = max(len(cells) for cells in rows.values())
     chart = Chart(title, width=8.6, height=1.1 + 0.36 * len(rows))
-    axes = chart.columns[0]
+    axes = chart.panels[0]
     used = [0] * num_steps
     for row, cells in enumerate(rows.values()):
         for step, cell in enumerate(cells):
@@ -68,7 +68,7 @@ def held_bytes_chart(held: dict[str, Sequence[int]], title: str) -> Chart:
     held: name -> bytes in each step; all of the same length.
     """
     chart = Chart(title, width=8.6, height=3.6)
-    axes = chart.columns[0]
+    axes = chart.panels[0]
     num_steps = len(next(iter(held.values())))
     colors = [SERIES[i % len(SERIES)] for i in range(len(held))]
     mib = [[count / 2**20 for count in row] for row in held.values()]
@@ -99,7 +99,7 @@ def held_bytes_chart(held: dict[str, Sequence[int]], title: str) -> Chart:
 def throughput_chart(rows: Sequence[tuple[int, float, float]], title: str) -> Chart:
     """Tokens/s one pass per sequence and in one batched pass; rows: (sequences, one, batched)."""
     chart = Chart(title, width=6.4, height=3.2)
-    axes = chart.columns[0]
+    axes = chart.panels[0]
     for position, (_, alone, batched) in enumerate(rows):
         for offset, value, color in ((-0.2, alone, ORANGE), (0.2, batched, BLUE)):
             axes.bar(position + offset, value, width=0.38, color=color)

@@ -1,4 +1,4 @@
-"""minivllm plot: the charts of contiguous memory."""
+"""minivllm plot: the charts of KV memory."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def waste(out: Out, files: Files = None, requests: Requests = 2000) -> None:
     else:
         results = [run(policy=name, requests=requests, **FIGURE_2) for name in PAPER_FIGURE_2]
         chart = waste_chart(
-            [(r["settings"]["policy"], r["share"]) for r in results],
+            [(label(r).removesuffix("\nbuddy fit"), r["share"]) for r in results],
             waste_title(results),
             list(PAPER_FIGURE_2.values()),
         )
@@ -97,9 +97,88 @@ def concurrency(
     middle = {policy: points[2][1] for policy, points in lines.items()}
     title = (
         f"{4 * max_model_len:,} slots hold {middle['reserve-max']:.0f} requests that reserve the "
-        f"maximum, or {middle['grow']:.0f} that grow"
+        f"maximum, or {middle['paged']:.0f} on blocks"
     )
     save(concurrency_chart(lines, title), out)
+
+
+@plot.command("block-size")
+def block_size(
+    out: Out,
+    workload: Workload = "azure-conv",
+    requests: Requests = 1000,
+    kv_slots: Annotated[int, typer.Option(help="Size of the pool.")] = 65_536,
+    max_model_len: Annotated[int, typer.Option(help="Longest request.")] = 8192,
+) -> None:
+    """What a block size trades: empty slots against long tables and much giving out."""
+    from minivllm.charts.blocks import block_size_chart
+    from minivllm.simulation.recorders import TableWork
+
+    check_out(out)
+    points = []
+    size = 1
+    while size <= min(kv_slots, 1024):
+        work = TableWork()
+        result = run(
+            workload=workload, policy="paged", block_size=size, kv_slots=kv_slots,
+            max_model_len=max_model_len, requests=requests, on_step=work.note,
+        )  # fmt: skip
+        share = result["share"]
+        points.append(
+            (
+                size, share["reserved"] + share["internal"], work.mean_entries,
+                work.blocks_given_per_1000_tokens,
+            )
+        )  # fmt: skip
+        size *= 2
+    save(block_size_chart(points, block_size_title(points)), out)
+
+
+def block_size_title(points: list[tuple[int, float, float, float]]) -> str:
+    one = points[0]
+    size, empty, entries, _ = min(points, key=lambda point: abs(point[0] - 16))
+    return (
+        f"Blocks of {size} leave {empty:.1f} % empty and cut tables from {one[2]:,.0f} entries to "
+        f"{entries:,.0f}"
+    )
+
+
+@plot.command()
+def timeline(
+    out: Out,
+    workload: Workload = "azure-conv",
+    requests: Requests = 400,
+    policy: Annotated[str, typer.Option(help="As in `simulate`.")] = "paged",
+    block_size: Annotated[int, typer.Option(help="Slots of a block, for paged.")] = 16,
+    watermark: Annotated[float, typer.Option(help="As in `simulate`.")] = 0.0,
+    kv_slots: Annotated[int, typer.Option(help="Size of the pool.")] = 16_384,
+    max_model_len: Annotated[int, typer.Option(help="Longest request.")] = 8192,
+    arrivals: Annotated[str, typer.Option(help="queued, poisson, or the trace's own.")] = "poisson",
+    rate: Annotated[float, typer.Option(help="Requests per second, for poisson.")] = 1.0,
+    steps_per_second: Annotated[float, typer.Option(help="The speed of the clock.")] = 20.0,
+    seed: Annotated[int, typer.Option(help="For lengths and arrivals.")] = 0,
+) -> None:
+    """Free memory, requests running and waiting, and preemptions, step by step."""
+    from minivllm.charts.blocks import memory_timeline_chart
+    from minivllm.simulation.recorders import Timeline
+
+    check_out(out)
+    seen = Timeline()
+    run(
+        workload=workload, policy=policy, block_size=block_size, watermark=watermark,
+        kv_slots=kv_slots, max_model_len=max_model_len, requests=requests, seed=seed,
+        arrivals=arrivals, rate=rate, steps_per_second=steps_per_second, on_step=seen.note,
+    )  # fmt: skip
+    title = (
+        f"{policy}, {kv_slots:,} slots: up to {max(seen.running)} requests run, and "
+        f"{seen.preempted[-1]} are preempted"
+    )
+    save(
+        memory_timeline_chart(
+            seen.free, seen.running, seen.waiting, seen.preempted, title, kv_slots
+        ),
+        out,
+    )
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -114,6 +193,8 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def label(result: dict[str, Any]) -> str:
     settings = result["settings"]
+    if settings["policy"] == "paged":
+        return f"paged\nblock {settings['block_size']}"
     return settings["policy"] + ("" if settings["fit"] == "first" else f"\n{settings['fit']} fit")
 
 

@@ -5,10 +5,10 @@ from minivllm.sequence import Sequence
 
 
 class ScriptedRunner:
-    """'Generates' token 0 for everybody: a request runs until its max_tokens."""
+    """Computes nothing."""
 
-    def run(self, step: ScheduledStep) -> list[int]:
-        return [0 for seq in step.sequences if seq.is_sampled]
+    def run(self, step: ScheduledStep) -> None:
+        return None
 
     def release(self, seq: Sequence) -> None:
         pass
@@ -18,7 +18,7 @@ class ScriptedRunner:
 
 
 class ScriptedSampler:
-    """What the ScriptedRunner returns are tokens already."""
+    """'Samples' token 0 for everybody: a request runs until its max_tokens."""
 
-    def sample(self, tokens: list[int], sequences: list[Sequence]) -> list[int]:
-        return tokens
+    def sample(self, logits: None, sequences: list[Sequence]) -> list[int]:
+        return [0] * len(sequences)

@@ -67,7 +67,7 @@ def test_the_paper_s_figure_2_in_short():
 
 @pytest.mark.full
 def test_the_paper_s_figure_2():
-    check_figure_2(2000)
+    check_figure_2(20_000)  # the mean length of 2,000 such requests is still off by 3 %
 
 
 def test_reserve_max_has_a_closed_form():
