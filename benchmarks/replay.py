@@ -24,6 +24,7 @@ POLICIES = (
     ("reserve-oracle", "buddy"),
     ("grow", "first"),
     ("grow", "best"),
+    ("paged", "first"),
 )
 KV_SLOTS, MAX_MODEL_LEN = 65_536, 8192
 

@@ -9,7 +9,9 @@ from minivllm.memory.usage import MemoryUsage
 from minivllm.models import eos_token_ids, max_model_len, vocab_size
 from minivllm.runners.past_key_values import PastKeyValuesRunner
 from minivllm.sampler import Sampler
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Scheduler
+from minivllm.sequence import Sequence
 
 
 class LimitedCache:
@@ -57,6 +59,29 @@ class LimitedCache:
     def check_invariants(self):
         assert 0 <= self.num_free <= self.num_slots
         assert all(count > 0 for count in self.held.values())
+
+
+def sequence(name, prompt_len, max_tokens=100):
+    return Sequence(name, list(range(prompt_len)), SamplingParams(max_tokens=max_tokens))
+
+
+def scheduler_with(*sequences, kv_cache=None, **budgets):
+    scheduler = Scheduler(kv_cache or UnboundedCache(), **budgets)
+    for seq in sequences:
+        scheduler.add(seq)
+    return scheduler
+
+
+def run_step(scheduler):
+    """Schedules and pretends to compute: {name: tokens} in the order of the batch, preempted."""
+    step = scheduler.schedule()
+    scheduled = {seq.request_id: seq.num_scheduled for seq in step.sequences}
+    for seq in step.sequences:
+        if seq.is_sampled:
+            seq.generated_token_ids.append(0)
+        seq.num_computed, seq.num_scheduled = seq.context_len, 0
+    scheduler.kv_cache.check_invariants()
+    return scheduled, [seq.request_id for seq in step.preempted]
 
 
 def make_engine(model, tokenizer, *, kv_cache=None, budget=2048, max_running=256, **options):

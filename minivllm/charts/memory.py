@@ -109,7 +109,7 @@ def memory_map_chart(
             Rectangle(
                 (piece.first_step, piece.first_slot), piece.last_step - piece.first_step,
                 piece.num_slots, facecolor=SERIES[piece.request % len(SERIES)], alpha=0.8,
-                edgecolor="white", linewidth=0.25,
+                linewidth=0,
             )
         )  # fmt: skip
     last = max(piece.last_step for piece in pieces)

@@ -43,6 +43,7 @@ def memory_map(
     out: Out,
     policy: Annotated[str, typer.Option(help="As in `simulate`.")] = "grow",
     fit: Annotated[str, typer.Option(help="first, best or buddy.")] = "first",
+    block_size: Annotated[int, typer.Option(help="Slots of a block, for paged.")] = 16,
     workload: Workload = "sharegpt",
     kv_slots: Annotated[int, typer.Option(help="Size of the pool.")] = 2048,
     max_model_len: Annotated[int, typer.Option(help="Longest request.")] = 1024,
@@ -60,12 +61,12 @@ def memory_map(
     recorder = MemoryMap()
     replay = Replay(
         load(workload, requests, max_model_len=max_model_len, seed=seed),
-        make_cache(policy, kv_slots, max_model_len, fit=fit),
+        make_cache(policy, kv_slots, max_model_len, fit=fit, block_size=block_size),
         on_step=recorder.note,
     )
     replay.run()
     pieces, blocked = recorder.finish(), recorder.blocked
-    title = f"{policy}, {fit} fit: "
+    title = f"{policy}, blocks of {block_size}: " if policy == "paged" else f"{policy}, {fit} fit: "
     if blocked is None:
         title += "no request ever waited for a hole"
     else:

@@ -1,5 +1,6 @@
 """MemoryMap: which request held which slots in which steps of a replay."""
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from minivllm.memory.usage import Shares
@@ -42,8 +43,11 @@ class MemoryMap:
 
     def note(self, scheduler: Scheduler, step: ScheduledStep, found: Shares) -> None:
         # A dict, not a set: its order is the same in every process, and so are the figure's bytes.
+        block_size = getattr(scheduler.kv_cache, "block_size", 1)
         now = dict.fromkeys(
-            (seq.request_id, seq.block_table[0], len(seq.block_table)) for seq in scheduler.running
+            (seq.request_id, first, count)
+            for seq in scheduler.running
+            for first, count in pieces_of(seq.block_table, block_size)
         )
         for key in [key for key in self._open if key not in now]:
             self._close(key)
@@ -69,3 +73,10 @@ class MemoryMap:
         request_id, first_slot, num_slots = key
         first_step = self._open.pop(key)
         self.pieces.append(Held(int(request_id), first_slot, num_slots, first_step, self._step))
+
+
+def pieces_of(block_table: SequenceOf[int], block_size: int) -> list[tuple[int, int]]:
+    """(first slot, slots) of every piece: a region is one, and so is each block."""
+    if isinstance(block_table, range):
+        return [(block_table.start, len(block_table))]
+    return [(block * block_size, block_size) for block in block_table]

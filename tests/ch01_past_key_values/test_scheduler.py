@@ -1,35 +1,11 @@
 """The scheduler's three budgets: tokens, sequences, cache. No model runs here."""
 
 import pytest
-from support import LimitedCache
+from support import LimitedCache, run_step, scheduler_with, sequence
 
 from minivllm.memory.kv_cache_manager import SlotCopy, UnboundedCache
-from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import Sequence, SequenceStatus
-
-
-def sequence(name, prompt_len, max_tokens=100):
-    return Sequence(name, list(range(prompt_len)), SamplingParams(max_tokens=max_tokens))
-
-
-def scheduler_with(*sequences, kv_cache=None, **budgets):
-    scheduler = Scheduler(kv_cache or UnboundedCache(), **budgets)
-    for seq in sequences:
-        scheduler.add(seq)
-    return scheduler
-
-
-def run_step(scheduler):
-    """Schedules and pretends to compute: {name: tokens}, in the order of the batch."""
-    step = scheduler.schedule()
-    scheduled = {seq.request_id: seq.num_scheduled for seq in step.sequences}
-    for seq in step.sequences:
-        if seq.is_sampled:
-            seq.generated_token_ids.append(0)
-        seq.num_computed, seq.num_scheduled = seq.context_len, 0
-    scheduler.kv_cache.check_invariants()
-    return scheduled, [seq.request_id for seq in step.preempted]
+from minivllm.sequence import SequenceStatus
 
 
 def test_prefill_then_decode():

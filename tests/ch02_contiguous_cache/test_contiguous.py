@@ -23,7 +23,7 @@ def sequence(name, prompt_len, max_tokens=10):
     return Sequence(name, [0] * prompt_len, SamplingParams(max_tokens=max_tokens))
 
 
-def test_the_article_s_reservation():
+def test_4096_slots_reserved_and_512_used():
     """4,096 reserved, 512 used: 3,584 slots idle for the whole life of the request."""
     cache = ReservedCache(FitRegions(8192), max_model_len=4096)
     seq = sequence("a", 500, 13)
@@ -33,7 +33,7 @@ def test_the_article_s_reservation():
     assert (found.token, found.internal, found.free) == (512, 3584, 4096)
 
 
-@pytest.mark.parametrize(
+LENGTHS = pytest.mark.parametrize(
     ("reserve", "prompt_len", "max_tokens", "slots"),
     [
         ("max", 10, 5, 1000),
@@ -46,10 +46,18 @@ def test_the_article_s_reservation():
         ("oracle", 1, 1, 2),
     ],
 )
+
+
+@LENGTHS
 def test_the_length_of_a_reservation(reserve, prompt_len, max_tokens, slots):
     cache = ReservedCache(FitRegions(5000), max_model_len=1000, reserve=reserve)
+    assert cache.slots_needed(sequence("a", prompt_len, max_tokens), prompt_len) == slots
+
+
+@LENGTHS
+def test_a_reservation_is_held_from_admission_to_the_end(reserve, prompt_len, max_tokens, slots):
+    cache = ReservedCache(FitRegions(5000), max_model_len=1000, reserve=reserve)
     seq = sequence("a", prompt_len, max_tokens)
-    assert cache.slots_needed(seq, prompt_len) == slots
     assert cache.allocate(seq, prompt_len) == []
     assert len(seq.block_table) == cache.slots_held(seq) == slots
     held = seq.block_table
@@ -78,7 +86,9 @@ def test_growing_in_place_moves_nothing():
     assert seq.block_table == range(8)
     for num_tokens in range(6, 30):
         assert cache.allocate(seq, num_tokens) == []
+        cache.check_invariants()
     assert seq.block_table == range(32)
+    assert (cache.usage().allocated, cache.usage().free) == (32, 32)
 
 
 def test_a_region_that_cannot_grow_in_place_moves_with_a_copy():
@@ -168,6 +178,12 @@ def test_shares_by_hand():
     assert tuple(shares(usage, running, 20)) == (30, 15, 15, 10, 0, 30), "a hole of 20 fits 20"
     assert tuple(shares(usage, running, 31)) == (30, 15, 15, 10, 0, 30), "too big for 30 anyway"
     assert tuple(shares(usage, running, None)) == (30, 15, 15, 10, 0, 30)
+
+
+def test_a_request_that_will_ask_for_more_has_nothing_internal():
+    """It holds 16 slots now and will hold 40 tokens: all that is empty will be used."""
+    usage = MemoryUsage(total=100, allocated=16, rounding=0, free=84, largest_hole=84)
+    assert tuple(shares(usage, [(10, 16, 40)], None)) == (10, 6, 0, 0, 0, 84)
 
 
 class AnyPolicy(RuleBasedStateMachine):

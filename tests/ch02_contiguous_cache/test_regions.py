@@ -143,7 +143,7 @@ class Buddy(Oracle):
             assert self.regions.holes() == BuddyRegions(self.regions.total, 4, 64).holes()
 
 
-def test_the_article_s_four_requests():
+def test_two_holes_that_no_long_request_fits():
     """A | free | C | free: 200 slots free, and no hole for D's 150."""
     regions = FitRegions(400)
     a, b, c, d = (regions.take(100) for _ in range(4))

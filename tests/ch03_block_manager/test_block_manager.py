@@ -13,7 +13,7 @@ def sequence(name, prompt_len=1, max_tokens=10):
     return Sequence(name, [0] * prompt_len, SamplingParams(max_tokens=max_tokens))
 
 
-def test_the_article_s_40_tokens():
+def test_40_tokens_take_three_blocks():
     """Three blocks of 16, wherever they are: with the table [7, 2, 15] token 33 is in block 15."""
     manager = BlockManager(20, 16)
     seq = sequence("a")
@@ -23,7 +23,7 @@ def test_the_article_s_40_tokens():
     assert slot_of([7, 2, 15], 16, 33) == 15 * 16 + 1
 
 
-def test_the_article_s_17_tokens():
+def test_17_tokens_take_two_blocks():
     manager = BlockManager(20, 16)
     seq = sequence("a")
     manager.allocate(seq, 17)

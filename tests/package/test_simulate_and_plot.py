@@ -105,3 +105,77 @@ def test_the_same_figure_has_the_same_bytes(tmp_path):
             check=True,
         )
     assert (tmp_path / "1.svg").read_bytes() == (tmp_path / "2.svg").read_bytes()
+
+
+def test_simulate_paged(simulated):
+    result = simulated("--policy", "paged", "--block-size", 32, "--watermark", 0.05)
+    assert result["settings"]["block_size"] == 32
+    assert result["share"]["token"] > 80
+    assert result["share"]["external"] == result["share"]["rounding"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--block-size", "0"], "block_size is 0"),
+        (["--block-size", "70000"], "block_size is 70000"),
+        (["--watermark", "1"], "watermark is 1.0"),
+        (["--watermark", "-0.5"], "watermark is -0.5"),
+    ],
+)
+def test_bad_blocks_are_refused_in_one_line(options, words, capsys):
+    assert run_cli(["simulate", "--policy", "paged", *options]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["block-size", "--requests", "60", "--kv-slots", "16384"],
+        ["timeline", "--requests", "60", "--watermark", "0.01"],
+        ["memory-map", "--policy", "paged", "--block-size", "32"],
+    ],
+)
+def test_plots_of_blocks(command, tmp_path):
+    out = tmp_path / "figure.png"
+    assert run_cli(["plot", *command, "--out", str(out)]) == 0
+    assert out.stat().st_size > 5000
+
+
+def test_blocks_tells_every_step(capsys):
+    assert run_cli(["blocks", "--auto"]) == 0
+    out = capsys.readouterr().out
+    assert "step 1\n" in out
+    assert "is preempted, the newest" in out
+    assert "D waits: it needs 2 blocks" in out
+    assert "A has ended" in out
+
+
+def test_blocks_with_own_requests(capsys):
+    command = ["blocks", "17+20", "40+3@2", "--block-size", "16", "--num-blocks", "5"]
+    assert run_cli([*command, "--auto"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("A has ended") == 0  # it is the last one
+    assert "B is admitted and computes 40 tokens: takes blocks 2, 3, 4" in out
+
+
+def test_blocks_tells_of_the_watermark_and_the_other_budgets():
+    from minivllm.memory.block_manager import BlockManager
+    from minivllm.simulation.block_view import watch
+    from minivllm.simulation.workloads import Request
+
+    two = [Request(4, 3), Request(8, 2)]
+    assert (
+        "B waits: it needs 2 blocks of 3 free (2 kept back)"
+        in watch(two, BlockManager(4, 4, watermark=0.5))[0]
+    )
+    assert (
+        "B waits: a budget other than the cache is used up"
+        in watch(two, BlockManager(4, 4), max_running=1)[0]
+    )
+
+
+@pytest.mark.parametrize("request_", ["6+x", "6", "0+3", "3+0", "3+3@0", "-1+2", "9+9@"])
+def test_a_request_that_is_none_is_refused(request_, capsys):
+    assert run_cli(["blocks", "--", request_]) == 1
+    assert "write PROMPT+OUTPUT" in capsys.readouterr().err

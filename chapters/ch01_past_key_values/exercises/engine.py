@@ -166,7 +166,7 @@ class Engine:
 
     def _checked_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
         try:
-            token_ids = [index(token_id) for token_id in prompt_token_ids]
+            token_ids = list(map(index, prompt_token_ids))
         except TypeError as error:
             raise RequestError(f"a prompt must be a list of token ids: {error}") from None
         if not token_ids:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from minivllm.errors import RequestError
-from minivllm.memory.kv_cache_manager import KVCacheManager, SlotCopy
+from minivllm.memory.kv_cache_manager import KVCacheManager, OutOfSlots, SlotCopy
 from minivllm.sampling_params import is_int
 from minivllm.sequence import Sequence, SequenceStatus
 
@@ -68,13 +68,19 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self) -> ScheduledStep:
-        """Chooses what runs next; sets num_scheduled and takes the cache for it."""
+        """Chooses what runs next; sets num_scheduled and takes the cache for it.
+
+        Raises OutOfSlots when the head of the queue cannot be admitted though nobody else holds
+        memory: a fault of the KV cache manager, since add() was told that it fits.
+        """
         step = ScheduledStep()
         tokens_left = self._continue_running(step, self.max_tokens_per_step)
         # Whoever was preempted waits at the front of the queue. Admitting in the same step would
         # take the memory that was just made free, and the next step would preempt again.
         if not step.preempted:
             self._admit(step, tokens_left)
+            if self.waiting and not self.running:
+                raise OutOfSlots(f"nobody runs and {self.waiting[0].request_id} finds no room")
         return step
 
     def _continue_running(self, step: ScheduledStep, tokens_left: int) -> int:

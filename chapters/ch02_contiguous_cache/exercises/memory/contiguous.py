@@ -56,7 +56,7 @@ class ContiguousCache(ABC):
         )
 
     def check_invariants(self) -> None:
-        """Every slot is in exactly one region or hole, and no two holes touch."""
+        """Every slot is in exactly one region or hole."""
         pieces = [(r.start, self.regions.granted(len(r))) for r in self._held.values()]
         position = 0
         for start, length in sorted([*pieces, *self.regions.holes()]):
@@ -79,7 +79,7 @@ class ReservedCache(ContiguousCache):
 
     reserve: how long the region is.
         max: max_model_len, whatever the request.
-        pow2: prompt + max_tokens rounded up to a power of two, at most max_model_len.
+        pow2: prompt + (max_tokens rounded up to a power of two), at most max_model_len.
         oracle: prompt + max_tokens, which no server can know when max_tokens is only a limit.
 
     The three are the baselines of the PagedAttention paper (Kwon et al., SOSP 2023).

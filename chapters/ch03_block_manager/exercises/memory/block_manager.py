@@ -1,0 +1,92 @@
+# Exercise 3.1: from a token to its slot (slot_of).
+# Exercise 3.2: how many blocks are missing (BlockManager.num_missing_blocks).
+# Exercise 3.3: give out and take back (BlockManager.can_allocate, BlockManager.allocate, BlockManager.free).
+# Exercise 3.4: the books (BlockManager.usage, BlockManager.check_invariants).
+# Test with: python -m pytest tests/ch03_block_manager --impl work
+
+"""BlockManager: KV memory in blocks of a fixed size, and a block table for each sequence.
+
+A sequence's tokens are logically contiguous and physically anywhere. Token t is in the logical
+block t // block_size, and the block table says which physical block that is. Nothing ever moves.
+
+The idea is that of paged virtual memory; for KV caches it is from Kwon et al., "Efficient Memory
+Management for Large Language Model Serving with PagedAttention", SOSP 2023.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+from minivllm.errors import RequestError
+from minivllm.memory.kv_cache_manager import OutOfSlots, SlotCopy
+from minivllm.memory.usage import MemoryUsage
+from minivllm.sequence import Sequence
+
+
+def slot_of(block_table: SequenceOf[int], block_size: int, token: int) -> int:
+    """The slot that holds K and V of a token, counted from the start of the pool.
+
+    Raises IndexError when the block table is too short for the token.
+    """
+    raise NotImplementedError("exercise 3.1: slot_of")
+
+
+class BlockManager:
+    """Owns the blocks of the pool: a free list, and the block table of every sequence.
+
+    num_blocks: blocks of the pool, with the ids 0 to num_blocks - 1.
+    block_size: token slots of a block, 1 or more; with the longest request's length, every
+        request has one huge block, which is reserving the maximum.
+    watermark: share of the blocks (0 to below 1) that no newcomer may take, so that those who
+        run already can grow. When nobody runs, there is nobody to keep blocks for.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16, watermark: float = 0.0) -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise RequestError(f"{name} is {value}: it must be 1 or more")
+        if not 0 <= watermark < 1:
+            raise RequestError(f"watermark is {watermark}: it must be 0 or more and below 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.watermark_blocks = int(watermark * num_blocks)
+        self._free = list(range(num_blocks))[::-1]  # a stack: what came back last goes out first
+        self._tables: dict[str, list[int]] = {}  # request id -> its block table
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that seq lacks to hold its first num_tokens tokens; below 1 when none."""
+        raise NotImplementedError("exercise 3.2: BlockManager.num_missing_blocks")
+
+    def can_ever_allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        return num_tokens <= self.num_blocks * self.block_size
+
+    def slots_needed(self, seq: Sequence, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size) * self.block_size
+
+    def can_allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether enough blocks are free; for a newcomer, enough beyond the watermark."""
+        raise NotImplementedError("exercise 3.3: BlockManager.can_allocate")
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> list[SlotCopy]:
+        """Appends the missing blocks to seq's block table; O(1) per block, and never a copy."""
+        raise NotImplementedError("exercise 3.3: BlockManager.allocate")
+
+    def free(self, seq: Sequence) -> None:
+        raise NotImplementedError("exercise 3.3: BlockManager.free")
+
+    def slots_held(self, seq: Sequence) -> int:
+        return len(seq.block_table) * self.block_size
+
+    def free_block_ids(self) -> list[int]:
+        """The free blocks, in the order in which they will be given out."""
+        return self._free[::-1]
+
+    def usage(self) -> MemoryUsage:
+        """Any free block serves anybody, so all free slots together are one hole."""
+        raise NotImplementedError("exercise 3.4: BlockManager.usage")
+
+    def check_invariants(self) -> None:
+        """Every block is in exactly one block table or in the free list."""
+        raise NotImplementedError("exercise 3.4: BlockManager.check_invariants")
