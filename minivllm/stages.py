@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from minivllm.errors import RequestError
+from minivllm.memory.block_manager import BlockManager, checked_block_size
 from minivllm.memory.contiguous import GrowingCache, ReservedCache
 from minivllm.memory.kv_cache_manager import KVCacheManager, UnboundedCache
 from minivllm.memory.kv_size import kv_shape
@@ -12,7 +13,8 @@ from minivllm.memory.regions import make_regions
 from minivllm.models import max_model_len
 from minivllm.runners.runner import Runner
 
-KV_CACHES = ("past_key_values", "reserved", "growing")
+KV_CACHES = ("past_key_values", "reserved", "growing", "paged")
+ATTENTIONS = ("gather",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +22,14 @@ class KVOptions:
     """How K and V are kept.
 
     kv_cache: past_key_values (the model's own object per request), reserved or growing (a
-        region per request in one pool).
+        region per request in one pool), or paged (blocks anywhere in the pool).
     kv_slots: size of the pool, in token slots.
     max_model_len: longest request; None: what the model can, or what the pool holds.
     reserve: length of a reserved region: max, pow2 or oracle.
     fit: where a region is taken: first, best or buddy.
     grow_by: slots by which a region grows.
+    block_size: slots of a block. watermark: share of the blocks that newcomers leave free.
+    attention: how a paged pool is read: gather.
     """
 
     kv_cache: str = "past_key_values"
@@ -34,6 +38,9 @@ class KVOptions:
     reserve: str = "max"
     fit: str = "first"
     grow_by: int = 16
+    block_size: int = 16
+    watermark: float = 0.0
+    attention: str = "gather"
 
 
 def longest_request(model: PreTrainedModel, options: KVOptions) -> int | None:
@@ -59,13 +66,26 @@ def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVC
 
         return PastKeyValuesRunner(model), UnboundedCache()
 
+    from minivllm.attention.gather import GatherAttention
+    from minivllm.attention.hf import Attend
     from minivllm.attention.kv_pool import KVPool
     from minivllm.attention.slice import slice_attention
     from minivllm.runners.pool import PoolRunner
 
     longest = longest_request(model, options) or options.kv_slots
     manager: KVCacheManager
-    if options.kv_cache == "reserved":
+    attend: Attend = slice_attention
+    num_blocks, block_size = options.kv_slots, 1
+    if options.kv_cache == "paged":
+        if options.attention not in ATTENTIONS:
+            raise RequestError(
+                f"attention is {options.attention!r}: use one of {', '.join(ATTENTIONS)}"
+            )
+        block_size = checked_block_size(options.block_size, options.kv_slots)
+        num_blocks = options.kv_slots // block_size
+        manager = BlockManager(num_blocks, block_size, options.watermark)
+        attend = GatherAttention()
+    elif options.kv_cache == "reserved":
         regions = make_regions(options.kv_slots, options.fit, longest)
         manager = ReservedCache(regions, longest, options.reserve)
     else:
@@ -74,7 +94,7 @@ def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVC
         manager = GrowingCache(regions, options.grow_by)
     shape = kv_shape(model.config)
     pool = KVPool(
-        shape.num_layers, options.kv_slots, 1, shape.num_kv_heads, shape.head_dim,
+        shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim,
         dtype=model.dtype, device=model.device,
     )  # fmt: skip
-    return PoolRunner(model, pool, slice_attention), manager
+    return PoolRunner(model, pool, attend), manager

@@ -21,7 +21,7 @@ class Attend(Protocol):
 
     def __call__(
         self, query: Tensor, keys: Tensor, values: Tensor, batch: Batch, *, scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: int | None = None, softcap: float | None = None,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -45,7 +45,8 @@ def pool_attention(
     kv_access: KVAccess,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_kwargs: Any,
+    softcap: float | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Writes a layer's new K and V into the pool, then reads with the chosen reader.
 
@@ -54,6 +55,7 @@ def pool_attention(
     """
     kv_access.num_calls += 1
     layer: int = module.layer_idx  # type: ignore[assignment]
+    refuse_other_mathematics(module, layer, sliding_window, others)
     pool, batch = kv_access.pool, kv_access.batch
     pool.write(layer, batch.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
     output = kv_access.attend(
@@ -62,6 +64,7 @@ def pool_attention(
         batch,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
+        softcap=softcap,
     )
     return output[None], None
 
@@ -77,11 +80,34 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{config.model_type} does not use transformers' attention interface: "
             f"it runs with the past_key_values cache only"
         )
-    if getattr(config, "attn_logit_softcapping", None):
+    if getattr(config, "attention_chunk_size", None):
         raise ModelError(
-            f"{config.model_type} caps its attention logits (soft-capping), which this reader "
-            f"does not do: it runs with the past_key_values cache only"
+            f"{config.model_type} attends in chunks, which no reader here does: "
+            f"it runs with the past_key_values cache only"
         )
+
+
+def refuse_other_mathematics(
+    module: torch.nn.Module, layer: int, sliding_window: int | None, others: dict[str, Any]
+) -> None:
+    """Raises ModelError when a layer asks for attention that no reader here computes.
+
+    What a model says by its mask alone would be lost, since the readers make their own.
+    """
+    reason = None
+    if others.get("s_aux") is not None:
+        reason = "has attention sinks"
+    elif others.get("position_bias") is not None:
+        reason = "adds a bias to its attention logits"
+    elif not getattr(module, "is_causal", True):
+        reason = "looks at later tokens"
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and layer_types[layer] == "sliding_attention" and sliding_window is None:
+        reason = "slides its attention window by the mask alone"
+    if reason is not None:
+        name = getattr(config, "model_type", type(module).__name__)
+        raise ModelError(f"{name} {reason}: it runs with the past_key_values cache only")
 
 
 @contextmanager

@@ -36,9 +36,11 @@ def generate(
     max_tokens_per_step: Annotated[int, typer.Option(help="The scheduler's token budget.")] = 2048,
     max_running: Annotated[int, typer.Option(help="The scheduler's sequence budget.")] = 256,
     kv_cache: Annotated[
-        str, typer.Option(help="Where K and V are: past_key_values, reserved or growing.")
+        str, typer.Option(help="Where K and V are: past_key_values, reserved, growing, paged.")
     ] = "past_key_values",
     kv_slots: Annotated[int, typer.Option(help="Size of the KV pool, in token slots.")] = 4096,
+    block_size: Annotated[int, typer.Option(help="Slots of a block, for paged.")] = 16,
+    attention: Annotated[str, typer.Option(help="How a paged pool is read: gather.")] = "gather",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request, in tokens; default: what fits.")
     ] = None,
@@ -63,7 +65,13 @@ def generate(
         model,
         max_tokens_per_step=max_tokens_per_step,
         max_running=max_running,
-        kv={"kv_cache": kv_cache, "kv_slots": kv_slots, "max_model_len": max_model_len},
+        kv={
+            "kv_cache": kv_cache,
+            "kv_slots": kv_slots,
+            "max_model_len": max_model_len,
+            "block_size": block_size,
+            "attention": attention,
+        },
     )
     requests: list = [p if raw else [{"role": "user", "content": p}] for p in prompts]
     if stream:

@@ -24,6 +24,16 @@ def slot_of(block_table: SequenceOf[int], block_size: int, token: int) -> int:
     return block_table[logical_block] * block_size + offset
 
 
+def checked_block_size(block_size: int, kv_slots: int) -> int:
+    """block_size, if a pool of kv_slots slots has such a block. Raises RequestError otherwise."""
+    if not 1 <= block_size <= kv_slots:
+        raise RequestError(
+            f"block_size is {block_size}: it must be 1 or more, and at most the pool's {kv_slots} "
+            f"slots"
+        )
+    return block_size
+
+
 class BlockManager:
     """Owns the blocks of the pool: a free list, and the block table of every sequence.
 

@@ -1,7 +1,7 @@
 """Policies: a KV cache manager by the name that the command line uses."""
 
 from minivllm.errors import RequestError
-from minivllm.memory.block_manager import BlockManager
+from minivllm.memory.block_manager import BlockManager, checked_block_size
 from minivllm.memory.contiguous import GrowingCache, ReservedCache
 from minivllm.memory.kv_cache_manager import KVCacheManager
 from minivllm.memory.regions import make_regions
@@ -29,11 +29,7 @@ def make_cache(
     if kv_slots < 1:
         raise RequestError(f"kv_slots is {kv_slots}: it must be 1 or more")
     if policy == "paged":
-        if not 1 <= block_size <= kv_slots:
-            raise RequestError(
-                f"block_size is {block_size}: it must be 1 or more, and at most the pool's "
-                f"{kv_slots} slots"
-            )
+        block_size = checked_block_size(block_size, kv_slots)
         return BlockManager(kv_slots // block_size, block_size, watermark)
     if policy == "grow":
         # A region is a multiple of grow_by, and may be longer than the longest request.
