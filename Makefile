@@ -17,7 +17,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	touch $@
 
 demo: setup
-	$(BIN)/python -m minivllm demo
+	$(BIN)/python -m minivllm compare
 
 test: setup
 	$(BIN)/python -m pytest
@@ -43,6 +43,10 @@ lab: setup
 
 bench: setup
 	$(BIN)/python benchmarks/past_key_values.py
+	$(BIN)/python benchmarks/replay.py
+	$(BIN)/python benchmarks/block_manager.py
+	$(BIN)/python benchmarks/paged_attention.py
+	$(BIN)/python benchmarks/compare.py
 
 clean:
 	rm -rf $(VENV) out

@@ -85,8 +85,8 @@ def weave_outputs(text: str, notebook: nbformat.NotebookNode, figures: Path | No
 
 
 def woven(chapter: Chapter, *, write_figures: bool = False) -> str:
-    """The README as it should be, given the package and the saved notebook."""
-    text = weave_excerpts(chapter.text.read_text(encoding="utf-8"))
+    """The README as it should be, given the package, the benchmarks and the saved notebook."""
+    text = weave_tables(weave_excerpts(chapter.text.read_text(encoding="utf-8")))
     if not chapter.notebook.exists():
         return text
     notebook = nbformat.read(chapter.notebook, as_version=4)
@@ -109,13 +109,57 @@ def past_key_values_table(result: dict) -> str:
     )
 
 
-TABLES = {"past_key_values": past_key_values_table}
+def paged_attention_table(result: dict) -> str:
+    rows = "".join(
+        f"| {row['context_len']:,} | {row['dense_ms']:.2f} | {row['slice_ms']:.2f} | "
+        f"{row['gather_ms']:.2f} | {row['to_dense']:.2f} | {row['to_slice']:.2f} |\n"
+        for row in result["rows"]
+    )
+    return (
+        "| tokens each | dense, ms | slice, ms | gather, ms | gather / dense | gather / slice |\n"
+        f"|---|---|---|---|---|---|\n{rows}\n{measured_on(result)}"
+    )
+
+
+def compare_table(result: dict) -> str:
+    def cell(row: dict, key: str, form: str) -> str:
+        return "" if row[key] is None else format(row[key], form)
+
+    rows = "".join(
+        f"| {row['name']} | {row['tokens_equal']} of {row['requests']} | {row['peak_running']} | "
+        f"{cell(row, 'token_share', '.1f')} | {row['decode_tokens_per_s']:.0f} | "
+        f"{row['total_tokens_per_s']:.0f} | {row['speed']:.1f} | {row['total_speed']:.1f} |\n"
+        for row in result["stages"]
+    )
+    return (
+        "| stage | equal | at once | tokens, % of the pool | decode/s | total/s | "
+        "decode, times reserve-max | total, times |\n"
+        f"|---|---|---|---|---|---|---|---|\n{rows}\n{measured_on(result)}"
+    )
+
+
+def measured_on(result: dict) -> str:
+    machine = result["machine"]
+    return (
+        f"Medians of {result['settings']['rounds']} alternating runs in float32, on "
+        f"{machine['processor']} with {machine['cores']} cores, torch {machine['torch']}.\n"
+    )
+
+
+TABLES = {
+    "past_key_values": past_key_values_table,
+    "paged_attention": paged_attention_table,
+    "compare": compare_table,
+    "compare_full": compare_table,
+}
 
 
 def weave_tables(text: str) -> str:
-    """The main README with every table as the saved results of the benchmarks give it."""
+    """A text with every table as the saved results of the benchmarks give it."""
 
     def fill(match: re.Match) -> str:
+        if match[1] != "table":
+            return match[0]
         name = match[2].strip()
         path = ROOT / "benchmarks" / "results" / f"{name}.json"
         table = TABLES[name](json.loads(path.read_text(encoding="utf-8")))
@@ -140,7 +184,7 @@ def main() -> int:
     for chapter in map(find_chapter, arguments.chapters) if arguments.chapters else all_chapters():
         old = chapter.text.read_text(encoding="utf-8")
         if arguments.excerpts_only:
-            new = weave_excerpts(old)
+            new = weave_tables(weave_excerpts(old))
         else:
             new = woven(chapter, write_figures=not arguments.check)
         if new != old:

@@ -35,6 +35,8 @@ POLICY_COLORS = {
     "reserve-oracle": GREEN,
     "grow": SKY,
     "paged": BLUE,
+    "paged-gather": BLUE,
+    "past_key_values": GREY,
 }
 
 # Share of KV memory in percent, as reported: Kwon et al., SOSP 2023, Figure 2.
@@ -146,4 +148,27 @@ def concurrency_chart(lines: Mapping[str, Sequence[tuple[int, float]]], title: s
     axes.set_xlabel("KV pool (slots)")
     axes.set_ylabel("requests running at once")
     axes.legend(frameon=False)
+    return chart
+
+
+def running_chart(lines: Mapping[str, tuple[Sequence[float], Sequence[int]]], title: str) -> Chart:
+    """Requests running over time; lines: stage -> (seconds, requests) after each step."""
+    chart = Chart(title, width=8.6, height=3.4)
+    axes = chart.panels[0]
+    for position, (stage, (seconds, running)) in enumerate(lines.items()):
+        color = POLICY_COLORS.get(stage, SERIES[position % len(SERIES)])
+        axes.step(
+            [0, *seconds],
+            [running[0], *running],
+            where="pre",
+            color=color,
+            lw=1.8,
+            label=stage,
+            ls=("-", (0, (5, 1.5)), (0, (1.5, 1)))[position % 3],
+        )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("requests running")
+    axes.legend(frameon=False, loc="upper right")
     return chart

@@ -38,9 +38,12 @@ def blocks(
         sorted(script, key=lambda r: r.arrival), BlockManager(num_blocks, block_size, watermark)
     )
     print(f"requests (prompt + output): {', '.join(requests or SCRIPT)}\n")
+    by_key = sys.stdin.isatty() and not auto
+    if by_key:
+        print("any key: next step, q: end\n")
     for number, frame in enumerate(frames, start=1):
         print(frame + "\n")
-        if number < len(frames) and not auto and sys.stdin.isatty() and click.getchar() == "q":
+        if by_key and number < len(frames) and click.getchar() == "q":
             break
 
 

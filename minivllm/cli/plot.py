@@ -125,6 +125,11 @@ def block_size(
             max_model_len=max_model_len, requests=requests, on_step=work.note,
         )  # fmt: skip
         share = result["share"]
+        if not result["steps"]:
+            raise RequestError(
+                f"{requests} requests never fill {kv_slots} slots, so there is nothing to see: "
+                f"take more requests or fewer slots"
+            )
         points.append(
             (
                 size, share["reserved"] + share["internal"], work.mean_entries,

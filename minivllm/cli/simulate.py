@@ -121,3 +121,5 @@ def print_result(result: dict[str, Any]) -> None:
     ):
         table.add_row(label, format(result[key], form))
     Console().print(table)
+    if not result["steps"]:
+        print("nobody ever waited, so nothing was measured: take more requests or fewer slots")

@@ -78,7 +78,11 @@ class BlockManager:
         return self.num_missing_blocks(seq, num_tokens) <= num_available
 
     def allocate(self, seq: Sequence, num_tokens: int) -> list[SlotCopy]:
-        """Appends the missing blocks to seq's block table; O(1) per block, and never a copy."""
+        """Appends the missing blocks to seq's block table: all of them, or none.
+
+        Returns the copies to make, which are none: nothing ever moves. O(1) per block. Raises
+        OutOfSlots, with nothing changed, where can_allocate says no.
+        """
         num_missing = self.num_missing_blocks(seq, num_tokens)
         if num_missing <= 0:
             return []
@@ -94,6 +98,7 @@ class BlockManager:
         return []
 
     def free(self, seq: Sequence) -> None:
+        """Takes all of seq's blocks back. Raises KeyError when it holds none."""
         self._free += reversed(self._tables.pop(seq.request_id))
         seq.block_table = []
 

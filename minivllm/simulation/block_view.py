@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from string import ascii_letters
 
 from minivllm.memory.block_manager import BlockManager
 from minivllm.memory.usage import Shares
@@ -14,9 +15,9 @@ BLOCKS_PER_LINE = 8
 
 
 def name_of(seq: Sequence) -> str:
-    """A, B, C ... in the order in which the requests came; after Z their numbers."""
+    """A, B, C ... in the order in which the requests came; after z their numbers."""
     number = int(seq.request_id)
-    return chr(64 + number) if number <= 26 else seq.request_id
+    return ascii_letters[(number + 25) % 52] if number <= 52 else f"#{number}"
 
 
 @dataclass
@@ -92,7 +93,7 @@ class BlockView:
             return f"{name_of(head)} waits: a budget other than the cache is used up"
         kept = manager.watermark_blocks
         free = f"{manager.num_free_blocks} free" + (f" ({kept} kept back)" if kept else "")
-        return f"{name_of(head)} waits: it needs {needs} blocks of {free}"
+        return f"{name_of(head)} waits: it needs {needs} block{'s' * (needs > 1)} of {free}"
 
 
 def blocks(ids: list[int]) -> str:

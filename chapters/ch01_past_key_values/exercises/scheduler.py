@@ -85,15 +85,14 @@ class Scheduler:
 
     def _continue_running(self, step: ScheduledStep, tokens_left: int) -> int:
         """Gives every running sequence its next tokens, oldest first."""
-        position = 0  # no for loop: making room may shorten the list behind it
-        while position < len(self.running) and tokens_left > 0:
-            seq = self.running[position]
+        for seq in self.running:  # making room takes the last ones away, never an earlier one
+            if tokens_left == 0:
+                break
             num_tokens = min(seq.num_remaining, tokens_left)
             if not self._make_room(step, seq, seq.num_computed + num_tokens):
                 break
             self._run(step, seq, num_tokens)
             tokens_left -= num_tokens
-            position += 1
         return tokens_left
 
     def _make_room(self, step: ScheduledStep, seq: Sequence, num_tokens: int) -> bool:

@@ -1,7 +1,6 @@
 # Exercise 4.1: what can never fit (Scheduler.add).
 # Exercise 4.2: make room (Scheduler._make_room, Scheduler.preempt).
 # Exercise 4.3: admission under three budgets (Scheduler._admit).
-# Exercise 4.4: the whole step (Scheduler.schedule, Scheduler._continue_running).
 # Test with: python -m pytest tests/ch04_scheduling --impl work
 
 """Scheduler: which sequences run in the next step, under three budgets."""
@@ -69,13 +68,27 @@ class Scheduler:
         Raises OutOfSlots when the head of the queue cannot be admitted though nobody else holds
         memory: a fault of the KV cache manager, since add() was told that it fits.
         """
+        step = ScheduledStep()
+        tokens_left = self._continue_running(step, self.max_tokens_per_step)
         # Whoever was preempted waits at the front of the queue. Admitting in the same step would
         # take the memory that was just made free, and the next step would preempt again.
-        raise NotImplementedError("exercise 4.4: Scheduler.schedule")
+        if not step.preempted:
+            self._admit(step, tokens_left)
+            if self.waiting and not self.running:
+                raise OutOfSlots(f"nobody runs and {self.waiting[0].request_id} finds no room")
+        return step
 
     def _continue_running(self, step: ScheduledStep, tokens_left: int) -> int:
         """Gives every running sequence its next tokens, oldest first."""
-        raise NotImplementedError("exercise 4.4: Scheduler._continue_running")
+        for seq in self.running:  # making room takes the last ones away, never an earlier one
+            if tokens_left == 0:
+                break
+            num_tokens = min(seq.num_remaining, tokens_left)
+            if not self._make_room(step, seq, seq.num_computed + num_tokens):
+                break
+            self._run(step, seq, num_tokens)
+            tokens_left -= num_tokens
+        return tokens_left
 
     def _make_room(self, step: ScheduledStep, seq: Sequence, num_tokens: int) -> bool:
         """Preempts the newest sequences until num_tokens of seq fit; False if seq itself went.

@@ -1,7 +1,7 @@
 # Exercise 3.1: from a token to its slot (slot_of).
 # Exercise 3.2: how many blocks are missing (BlockManager.num_missing_blocks).
 # Exercise 3.3: give out and take back (BlockManager.can_allocate, BlockManager.allocate, BlockManager.free).
-# Exercise 3.4: the books (BlockManager.usage, BlockManager.check_invariants).
+# Exercise 3.4: the books (BlockManager.usage).
 # Test with: python -m pytest tests/ch03_block_manager --impl work
 
 """BlockManager: KV memory in blocks of a fixed size, and a block table for each sequence.
@@ -27,6 +27,16 @@ def slot_of(block_table: SequenceOf[int], block_size: int, token: int) -> int:
     Raises IndexError when the block table is too short for the token.
     """
     raise NotImplementedError("exercise 3.1: slot_of")
+
+
+def checked_block_size(block_size: int, kv_slots: int) -> int:
+    """block_size, if a pool of kv_slots slots has such a block. Raises RequestError otherwise."""
+    if not 1 <= block_size <= kv_slots:
+        raise RequestError(
+            f"block_size is {block_size}: it must be 1 or more, and at most the pool's {kv_slots} "
+            f"slots"
+        )
+    return block_size
 
 
 class BlockManager:
@@ -70,10 +80,15 @@ class BlockManager:
         raise NotImplementedError("exercise 3.3: BlockManager.can_allocate")
 
     def allocate(self, seq: Sequence, num_tokens: int) -> list[SlotCopy]:
-        """Appends the missing blocks to seq's block table; O(1) per block, and never a copy."""
+        """Appends the missing blocks to seq's block table: all of them, or none.
+
+        Returns the copies to make, which are none: nothing ever moves. O(1) per block. Raises
+        OutOfSlots, with nothing changed, where can_allocate says no.
+        """
         raise NotImplementedError("exercise 3.3: BlockManager.allocate")
 
     def free(self, seq: Sequence) -> None:
+        """Takes all of seq's blocks back. Raises KeyError when it holds none."""
         raise NotImplementedError("exercise 3.3: BlockManager.free")
 
     def slots_held(self, seq: Sequence) -> int:
@@ -89,4 +104,8 @@ class BlockManager:
 
     def check_invariants(self) -> None:
         """Every block is in exactly one block table or in the free list."""
-        raise NotImplementedError("exercise 3.4: BlockManager.check_invariants")
+        blocks = [*self._free]
+        for request_id, table in self._tables.items():
+            assert table, f"request {request_id} is known and holds no block"
+            blocks += table
+        assert sorted(blocks) == list(range(self.num_blocks)), f"lost or given twice: {blocks}"
