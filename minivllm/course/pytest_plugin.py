@@ -9,8 +9,9 @@ from minivllm.course.chapters import ROOT, all_chapters, find_chapter
 from minivllm.course.overlay import files_in, install
 from minivllm.errors import CourseError
 
-TODO = re.compile(r"exercise (\d+)\.(\d+): (.*)")
-MISSING = pytest.StashKey[set[tuple[int, int, str]]]()
+TODO = re.compile(r"exercise (\d+)\.(\d+): ([\w.]+)")
+REACHED = pytest.StashKey[set[tuple[int, int, str]]]()
+UNWRITTEN = pytest.StashKey[set[tuple[int, int, str]]]()
 WRONG = pytest.StashKey[list[str]]()
 
 
@@ -26,16 +27,22 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("--impl")
     if folder is None:
         return
-    config.stash[MISSING], config.stash[WRONG] = set(), []
+    config.stash[REACHED], config.stash[WRONG] = set(), []
     if config.option.tbstyle == "auto":
         config.option.tbstyle = "short"  # the reader's own line, without pages of the library
     if "real_model" not in config.option.markexpr:
         # They take minutes and find nothing that the tiny model does not.
         config.option.markexpr = f"({config.option.markexpr or 'True'}) and not real_model"
     try:
-        install(files_in(implementation(Path(folder), config.args)))
+        files = files_in(implementation(Path(folder), config.args))
+        install(files)
     except CourseError as error:
         raise pytest.UsageError(str(error)) from None
+    config.stash[UNWRITTEN] = {
+        (int(chapter), int(number), what)
+        for path in files.values()
+        for chapter, number, what in TODO.findall(path.read_text(encoding="utf-8"))
+    }
 
 
 def implementation(folder: Path, tests: list[str]) -> Path:
@@ -72,11 +79,11 @@ def exercise_of(error: BaseException | None) -> tuple[int, int, str] | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
-    missing = item.config.stash.get(MISSING, None)
-    if missing is not None and call.excinfo is not None:
+    reached = item.config.stash.get(REACHED, None)
+    if reached is not None and call.excinfo is not None:
         exercise = exercise_of(call.excinfo.value)
         if exercise is not None:
-            missing.add(exercise)
+            reached.add(exercise)
             # The traceback would lead to a line that the reader has not written yet.
             report.longrepr = "exercise {}.{} is not written yet: {}".format(*exercise)
         elif report.failed:
@@ -87,7 +94,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 def pytest_unconfigure(config: pytest.Config) -> None:
     """The last lines of the run: what fails in code that is written, and what comes next."""
     wrong = list(dict.fromkeys(config.stash.get(WRONG, None) or ()))
-    missing = sorted(config.stash.get(MISSING, None) or (), key=place)
+    missing = sorted(config.stash.get(REACHED, None) or (), key=place)
+    if missing:
+        # Behind an exercise that is not written another may hide, which no test reached.
+        missing = sorted({*missing, *config.stash[UNWRITTEN]}, key=place)
     if wrong:
         shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         print(f"\n{len(wrong)} tests fail in code that is written: {shown}")

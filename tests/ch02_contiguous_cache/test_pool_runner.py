@@ -9,7 +9,6 @@ from support import run_to_end, text_of, tokens_of
 
 from minivllm.attention.batch import slots_of
 from minivllm.attention.kv_pool import KVPool
-from minivllm.errors import ModelError
 from minivllm.llm import LLM
 from minivllm.memory.kv_size import kv_bytes, kv_shape
 from minivllm.sampling_params import SamplingParams
@@ -97,10 +96,12 @@ def test_other_architectures_and_a_sliding_window(tiny, kv_cache, name, options)
     assert llm.generate(prompts, params, progress=False) == expected
 
 
-def test_soft_capping_is_refused_by_name(tiny):
-    model = tiny_model("Gemma2", sliding_window=5)
-    with pytest.raises(ModelError, match="gemma2 caps its attention logits"):
-        LLM(model, tiny[1], kv=KVOptions("reserved", 64, 32))
+def test_capped_logits_and_windows_that_alternate(tiny):
+    model, tokenizer = tiny_model("Gemma2", sliding_window=5), tiny[1]
+    prompts, params = [[1, 2, 3], list(range(20))], SamplingParams(max_tokens=8)
+    expected = LLM(model, tokenizer).generate(prompts, params, progress=False)
+    llm = pooled(model, tokenizer, KVOptions("growing", 128, 40), max_tokens_per_step=6)
+    assert llm.generate(prompts, params, progress=False) == expected
 
 
 @pytest.mark.parametrize(

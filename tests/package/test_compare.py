@@ -27,7 +27,7 @@ def test_compare_writes_what_it_measured(tmp_path, capsys):
     assert first["token_share"] is None
     assert reserved["peak_running"] == 2, "512 slots hold two requests of 256"
     assert paged["peak_running"] > 2 * reserved["peak_running"]
-    assert paged["token_share"] > 2 * reserved["token_share"]
+    assert paged["token_share"] > 1.5 * reserved["token_share"]
     assert sum(paged["share"].values()) == pytest.approx(100)
     assert (out / "shares.png").stat().st_size > 5000
     assert (out / "running.png").stat().st_size > 5000
