@@ -9,12 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from minivllm.errors import RequestError
 from minivllm.llm import LLM
-from minivllm.memory.kv_cache_manager import KVCacheManager
-from minivllm.memory.usage import Shares, shares
+from minivllm.memory.usage import Shares
 from minivllm.sampler import Sampler
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import ScheduledStep, Scheduler
 from minivllm.sequence import Sequence as Seq
+from minivllm.simulation.replay import shares_now
 from minivllm.simulation.workloads import load
 from minivllm.stages import KVOptions
 
@@ -134,7 +134,7 @@ class Meter:
         self.decode_only = all(
             seq.num_scheduled == 1 and seq.generated_token_ids for seq in step.sequences
         )
-        found = list(shares_now(scheduler.kv_cache, scheduler))
+        found = list(shares_now(scheduler))
         self.first_sums = [a + b for a, b in zip(self.first_sums, found, strict=True)]
         self.waiting = bool(scheduler.waiting)
         if self.waiting:
@@ -146,22 +146,6 @@ class Meter:
         sums = self.sums if self.waited else self.first_sums
         names = [share.name for share in fields(Shares)]
         return {n: 100 * s / max(sum(sums), 1) for n, s in zip(names, sums, strict=True)}
-
-
-def shares_now(kv_cache: KVCacheManager, scheduler: Scheduler) -> Shares:
-    head = scheduler.waiting[0] if scheduler.waiting else None
-    return shares(
-        kv_cache.usage(),
-        (
-            (
-                seq.context_len,
-                kv_cache.slots_held(seq),
-                len(seq.prompt_token_ids) + seq.params.max_tokens - 1,
-            )
-            for seq in scheduler.running
-        ),
-        None if head is None else kv_cache.slots_needed(head, head.num_tokens),
-    )
 
 
 def run_stage(

@@ -1,6 +1,8 @@
 """Stages: the same engine with K and V kept, and read, in another way."""
 
+import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -13,8 +15,11 @@ from minivllm.memory.regions import make_regions
 from minivllm.models import max_model_len
 from minivllm.runners.runner import Runner
 
+if TYPE_CHECKING:
+    from minivllm.attention.hf import Attend
+
 KV_CACHES = ("past_key_values", "reserved", "growing", "paged")
-ATTENTIONS = ("gather",)
+ATTENTIONS = ("auto", "gather", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class KVOptions:
     fit: where a region is taken: first, best or buddy.
     grow_by: slots by which a region grows.
     block_size: slots of a block. watermark: share of the blocks that newcomers leave free.
-    attention: how a paged pool is read: gather.
+    attention: how a paged pool is read: gather, triton, or auto (triton on CUDA, if it is there).
     """
 
     kv_cache: str = "past_key_values"
@@ -40,7 +45,7 @@ class KVOptions:
     grow_by: int = 16
     block_size: int = 16
     watermark: float = 0.0
-    attention: str = "gather"
+    attention: str = "auto"
 
 
 def longest_request(model: PreTrainedModel, options: KVOptions) -> int | None:
@@ -57,6 +62,20 @@ def longest_request(model: PreTrainedModel, options: KVOptions) -> int | None:
     return wanted
 
 
+def paged_reader(attention: str, device: str) -> "Attend":
+    """The reader by its name. Raises RequestError or ModelError for one that cannot run here."""
+    from minivllm.attention.gather import GatherAttention
+
+    if attention not in ATTENTIONS:
+        raise RequestError(f"attention is {attention!r}: use one of {', '.join(ATTENTIONS)}")
+    has_triton = importlib.util.find_spec("triton") is not None
+    if attention == "gather" or (attention == "auto" and not (device == "cuda" and has_triton)):
+        return GatherAttention()
+    from minivllm.attention.triton_attention import TritonAttention
+
+    return TritonAttention()
+
+
 def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVCacheManager]:
     """The runner and the KV cache manager of a stage. Raises RequestError."""
     if options.kv_cache not in KV_CACHES:
@@ -66,7 +85,6 @@ def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVC
 
         return PastKeyValuesRunner(model), UnboundedCache()
 
-    from minivllm.attention.gather import GatherAttention
     from minivllm.attention.hf import Attend
     from minivllm.attention.kv_pool import KVPool
     from minivllm.attention.slice import slice_attention
@@ -77,14 +95,10 @@ def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVC
     attend: Attend = slice_attention
     num_blocks, block_size = options.kv_slots, 1
     if options.kv_cache == "paged":
-        if options.attention not in ATTENTIONS:
-            raise RequestError(
-                f"attention is {options.attention!r}: use one of {', '.join(ATTENTIONS)}"
-            )
+        attend = paged_reader(options.attention, model.device.type)
         block_size = checked_block_size(options.block_size, options.kv_slots)
         num_blocks = options.kv_slots // block_size
         manager = BlockManager(num_blocks, block_size, options.watermark)
-        attend = GatherAttention()
     elif options.kv_cache == "reserved":
         regions = make_regions(options.kv_slots, options.fit, longest)
         manager = ReservedCache(regions, longest, options.reserve)

@@ -1,8 +1,15 @@
+import os
+
 import pytest
+import torch
 from hypothesis import Phase, settings
 
 # For runs that are expected to fail, and of which nobody reads the examples.
 settings.register_profile("no-shrink", phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+# Triton decides when it is first imported whether its kernels are compiled or interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The package is imported inside the fixtures: `--impl` must have its say first.
 

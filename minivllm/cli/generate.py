@@ -1,6 +1,7 @@
 """minivllm generate: answer prompts with a real model."""
 
 import json
+import os
 import sys
 from logging import ERROR, getLogger
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +41,9 @@ def generate(
     ] = "past_key_values",
     kv_slots: Annotated[int, typer.Option(help="Size of the KV pool, in token slots.")] = 4096,
     block_size: Annotated[int, typer.Option(help="Slots of a block, for paged.")] = 16,
-    attention: Annotated[str, typer.Option(help="How a paged pool is read: gather.")] = "gather",
+    attention: Annotated[
+        str, typer.Option(help="How a paged pool is read: auto, gather or triton.")
+    ] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request, in tokens; default: what fits.")
     ] = None,
@@ -61,6 +64,8 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
+    if os.environ.get("TRITON_INTERPRET") == "1" and attention == "triton":
+        print("triton's kernels are interpreted here: expect minutes per token", file=sys.stderr)
     llm = load_llm(
         model,
         max_tokens_per_step=max_tokens_per_step,

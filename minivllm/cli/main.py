@@ -1,6 +1,7 @@
 """The entry point: puts the reader's own files in place before anything else is imported."""
 
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,13 @@ def main() -> None:
         folder, arguments = arguments[1], arguments[2:]
     elif arguments and arguments[0].startswith("--impl="):
         folder, arguments = arguments[0].removeprefix("--impl="), arguments[1:]
+    if "triton" in arguments:
+        # Triton decides when it is first imported whether its kernels are compiled or
+        # interpreted, and transformers imports it; torch alone does not.
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
     error = None
     if folder is not None:
         from minivllm.course.overlay import files_in, install

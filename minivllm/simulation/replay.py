@@ -33,6 +33,23 @@ class ReplayResult:
     generated_tokens: int
 
 
+def shares_now(scheduler: Scheduler) -> Shares:
+    """The six shares within a step, in slots, for requests that run until their max_tokens."""
+    kv_cache, waiting = scheduler.kv_cache, scheduler.waiting
+    return shares(
+        kv_cache.usage(),
+        (
+            (
+                seq.context_len,
+                kv_cache.slots_held(seq),
+                len(seq.prompt_token_ids) + seq.params.max_tokens - 1,
+            )
+            for seq in scheduler.running
+        ),
+        kv_cache.slots_needed(waiting[0], waiting[0].num_tokens) if waiting else None,
+    )
+
+
 class Replay:
     """Runs requests through the real scheduler and engine, with nothing computed.
 
@@ -105,25 +122,11 @@ class Replay:
         return arrival
 
     def _measure(self, step: ScheduledStep) -> None:
-        running, waiting = self.scheduler.running, self.scheduler.waiting
         if len(self._admitted) < self._num_requests * 0.05:
             self._admitted.update(seq.request_id for seq in step.sequences)
         if not self._in_window and self._on_step is None:
             return
-        kv_cache = self.kv_cache
-        head_needs = kv_cache.slots_needed(waiting[0], waiting[0].num_tokens) if waiting else None
-        found = shares(
-            kv_cache.usage(),
-            (
-                (
-                    seq.context_len,
-                    kv_cache.slots_held(seq),
-                    len(seq.prompt_token_ids) + seq.params.max_tokens - 1,
-                )
-                for seq in running
-            ),
-            head_needs,
-        )
+        found = shares_now(self.scheduler)
         if self._on_step is not None:
             self._on_step(self.scheduler, step, found)
         if not self._in_window:
@@ -131,7 +134,7 @@ class Replay:
         for i, slots in enumerate(found):
             self._sums[i] += slots
         self._steps += 1
-        self._running += len(running)
+        self._running += len(self.scheduler.running)
         self._preempted += len(step.preempted)
         self._copied += sum(copy.num_slots for copy in step.copies)
 

@@ -126,7 +126,7 @@ def test_without_a_maximum_given_requests_may_use_the_whole_pool(tiny, solo_run)
         ({"block_size": 65}, "block_size is 65.* 64 slots"),
         ({"kv_slots": 0}, "at most the pool's 0 slots"),
         ({"watermark": 1.5}, "watermark is 1.5"),
-        ({"attention": "magic"}, "attention is 'magic': use one of gather"),
+        ({"attention": "magic"}, "attention is 'magic': use one of auto, gather"),
     ],
 )
 def test_bad_options_are_refused(tiny, options, words):
