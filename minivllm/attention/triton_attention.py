@@ -22,7 +22,15 @@ from minivllm.attention.triton_prefill import prefill_kernel
 from minivllm.attention.triton_split import join_kernel, split_kernel
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
+# How the kernels are launched; kernel_report compiles them just so.
+PREFILL_ROWS = 64
+NUM_WARPS = {"decode": 4, "prefill": 8, "split": 4, "join": 4, "write": 1}
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def tile_size(head_dim: int, itemsize: int) -> int:
+    """Tokens of a tile: more would spill registers."""
+    return 32 if head_dim > 128 or itemsize > 2 else 64
 
 
 @dataclass(slots=True)
@@ -97,7 +105,7 @@ class TritonAttention:
         num_heads, head_dim = query.shape[1:]
         num_kv_heads = keys.shape[1]
         group_size = num_heads // num_kv_heads
-        prefill_rows = max(16 if INTERPRETED else 64, triton.next_power_of_2(group_size))
+        prefill_rows = 16 if INTERPRETED else PREFILL_ROWS
         if self._plan is None or batch is not self._batch:
             self._batch = batch
             self._plan = ReadPlan.of(batch, group_size, prefill_rows, query.device)
@@ -115,7 +123,7 @@ class TritonAttention:
             "group_size": group_size,
             "head_dim": head_dim,
             "DIMS": max(16, triton.next_power_of_2(head_dim)),
-            "TILE": 32 if head_dim > 128 or keys.dtype == torch.float32 else 64,
+            "TILE": tile_size(head_dim, keys.itemsize),
             "CAPPED": softcap is not None,
             "WINDOWED": sliding_window is not None,
             # The interpreter computes bfloat16 wrongly; in it everything is float32.
@@ -125,8 +133,9 @@ class TritonAttention:
         if plan.tiles is not None:
             grid: tuple[int, ...] = (len(plan.tiles[0]), num_kv_heads)
             prefill_kernel[grid](
-                output, *inputs, plan.query_start_loc, *plan.tiles, ROWS=prefill_rows, **common
-            )
+                output, *inputs, plan.query_start_loc, *plan.tiles,
+                ROWS=prefill_rows, num_warps=NUM_WARPS["prefill"], **common,
+            )  # fmt: skip
             return output
         rows = max(16, triton.next_power_of_2(group_size))
         num_seqs = len(query)

@@ -8,7 +8,19 @@ from rich.console import Console
 from typer.exceptions import Abort, TyperException
 
 import minivllm
-from minivllm.cli import blocks, bug, check, compare, demo, generate, kv_size, plot, simulate, start
+from minivllm.cli import (
+    blocks,
+    bug,
+    check,
+    compare,
+    demo,
+    generate,
+    kernel_report,
+    kv_size,
+    plot,
+    simulate,
+    start,
+)
 from minivllm.errors import MinivllmError
 
 app = typer.Typer(
@@ -22,6 +34,7 @@ app.command(name="generate")(generate.generate)
 app.command(name="demo")(demo.demo)
 app.command(name="kv-size")(kv_size.kv_size)
 app.command(name="compare")(compare.compare)
+app.command(name="kernel-report")(kernel_report.kernel_report)
 app.command(name="blocks")(blocks.blocks)
 app.command(name="simulate")(simulate.simulate)
 app.add_typer(plot.plot, name="plot")

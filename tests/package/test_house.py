@@ -23,7 +23,7 @@ LAYERS = [
     {"engine"},
     {"stages", "simulation", "charts", "course"},
     {"llm"},
-    {"compare"},
+    {"compare", "kernel_report"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
