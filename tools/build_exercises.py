@@ -27,16 +27,24 @@ def starters(chapter: Chapter) -> dict[Path, str]:
 def starter(source: str, chapter: Chapter, exercises: list[Exercise]) -> str:
     """The module's text with the named bodies blanked.
 
-    A body keeps its docstring and its own-line comments and ends in NotImplementedError.
+    A body keeps its docstring and its own-line comments and ends in NotImplementedError, or in a
+    Triton kernel, which cannot raise, in a static assertion.
     """
     lines = source.splitlines(keepends=True)
     edits = []
     for exercise in exercises:
         for name in exercise.names:
             node = _function(ast.parse(source), name)
-            edits.append((*_blank(lines, node), f"exercise {exercise.number}: {name}"))
-    for start, stop, kept, indent, what in sorted(edits, reverse=True):
-        lines[start:stop] = [*kept, f'{indent}raise NotImplementedError("{what}")\n']
+            what = f'"exercise {exercise.number}: {name}"'
+            is_kernel = any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+            end = (
+                f"tl.static_assert(False, {what})"
+                if is_kernel
+                else (f"raise NotImplementedError({what})")
+            )
+            edits.append((*_blank(lines, node), end))
+    for start, stop, kept, indent, end in sorted(edits, reverse=True):
+        lines[start:stop] = [*kept, f"{indent}{end}\n"]
     titles = "".join(
         f"# Exercise {e.number}: {e.title} ({', '.join(e.names)}).\n" for e in exercises
     )

@@ -138,6 +138,20 @@ def compare_table(result: dict) -> str:
     )
 
 
+def kernel_report_table(result: dict) -> str:
+    rows = "".join(
+        f"| {r['target']} | {r['registers']} | {r['spills']} | {r['shared']:,} | "
+        f"{r['wide_loads']} | {r['narrow_loads']} | {r['async_copies']} | "
+        f"{r['tensor_core_instructions']} | {r['occupancy']:.0%} |\n"
+        for r in result["kernels"]
+        if r["kernel"] == "decode" and r["head_dim"] == 128
+    )
+    return (
+        "| target | registers | spills | shared, bytes | 128-bit loads | narrow | async | mma | "
+        f"occupancy |\n|---|---|---|---|---|---|---|---|---|\n{rows}\n"
+    )
+
+
 def measured_on(result: dict) -> str:
     machine = result["machine"]
     return (
@@ -151,6 +165,7 @@ TABLES = {
     "paged_attention": paged_attention_table,
     "compare": compare_table,
     "compare_full": compare_table,
+    "kernel_report": kernel_report_table,
 }
 
 

@@ -138,18 +138,16 @@ class TritonAttention:
             )  # fmt: skip
             return output
         rows = max(16, triton.next_power_of_2(group_size))
-        num_seqs = len(query)
-        num_splits = self.num_splits or splits_for(num_seqs * num_kv_heads, plan.longest)
+        num_splits = self.num_splits or splits_for(len(query) * num_kv_heads, plan.longest)
         if num_splits == 1:
-            decode_kernel[num_seqs, num_kv_heads](output, *inputs, ROWS=rows, **common)
+            decode_kernel[len(query), num_kv_heads](output, *inputs, ROWS=rows, **common)
             return output
-        shape = (num_seqs, num_heads, num_splits)
-        parts = query.new_empty((*shape, head_dim), dtype=torch.float32)
-        log_sums = query.new_empty(shape, dtype=torch.float32)
-        split_kernel[num_seqs, num_kv_heads, num_splits](
+        parts = query.new_empty((len(query), num_heads, num_splits, head_dim), dtype=torch.float32)
+        log_sums = parts.new_empty(parts.shape[:3])
+        split_kernel[len(query), num_kv_heads, num_splits](
             parts, log_sums, *inputs, num_heads=num_heads, ROWS=rows, **common
         )
-        join_kernel[(num_seqs * num_heads,)](
+        join_kernel[(len(query) * num_heads,)](
             output, parts, log_sums, num_splits,
             head_dim=head_dim, DIMS=common["DIMS"], SPLITS=triton.next_power_of_2(num_splits),
         )  # fmt: skip
@@ -160,5 +158,5 @@ def splits_for(num_programs: int, longest: int) -> int:
     """How many parts a context is split into, so that every multiprocessor has two programs."""
     if not torch.cuda.is_available():
         return 1
-    wanted = 2 * torch.cuda.get_device_properties().multi_processor_count
-    return max(1, min(wanted // num_programs, longest // 256, 32))
+    num_processors = torch.cuda.get_device_properties().multi_processor_count
+    return max(1, min(2 * num_processors // num_programs, longest // 256, 32))

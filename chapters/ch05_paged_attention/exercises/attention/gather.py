@@ -100,8 +100,7 @@ class GatherAttention:
 def read_groups(batch: Batch, device: torch.device) -> list[ReadGroup]:
     """Who is read together. Sequences that decode are, unless one is twice as long as another:
     padding the shorter ones to the longest must not cost more than another call."""
-    groups = []
-    decoding = []
+    groups, decoding = [], []
     for i, (start, stop) in enumerate(pairwise(batch.query_start_loc)):
         if stop - start == 1:
             decoding.append(i)
