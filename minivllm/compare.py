@@ -1,7 +1,8 @@
 """compare: the same requests through every stage, with one KV budget for all."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -13,17 +14,11 @@ from minivllm.memory.usage import Shares
 from minivllm.sampler import Sampler
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import ScheduledStep, Scheduler
-from minivllm.sequence import Sequence as Seq
+from minivllm.sequence import Sequence
 from minivllm.simulation.replay import shares_now
 from minivllm.simulation.workloads import load
 from minivllm.stages import KVOptions
 
-TEXT = (
-    "The lighthouse keeper wrote every evening into the same book: the wind, the ships, the oil "
-    "that was left. In forty years he had filled eleven of them. When the light was automated, "
-    "two engineers came by boat, measured the lamp, and asked him what he wanted to keep. He gave "
-    "them the lamp, the clock and the brass instruments, and carried the books down to the shore. "
-)
 # A difference where the two likeliest tokens are this close is a tie, decided by rounding: the
 # noise between one packed pass and a pass for each sequence is about 1e-4 in float32.
 TIE = 1e-3
@@ -81,21 +76,23 @@ class StageResult:
 
 
 def make_jobs(
-    tokenizer: PreTrainedTokenizerBase, count: int, max_model_len: int, shrink: int, seed: int
+    token_ids: list[int], count: int, max_model_len: int, shrink: int, seed: int
 ) -> list[Job]:
-    """count requests with ShareGPT-like lengths divided by shrink, cut to max_model_len tokens."""
+    """count requests with ShareGPT-like lengths divided by shrink, cut to max_model_len tokens.
+
+    token_ids: of the text, of which each prompt is a piece, repeated as often as needed.
+    """
     if shrink < 1:
         raise RequestError(f"shrink is {shrink}: it must be 1 or more")
     lengths = [
         (max(1, request.prompt_len // shrink), max(1, request.output_len // shrink))
         for request in load("sharegpt", count, max_model_len=2048, seed=seed)
     ]
-    text = tokenizer(TEXT).input_ids
     jobs = []
     for number, (prompt_len, output_len) in enumerate(lengths):
         prompt_len = min(prompt_len, max_model_len - 1)
-        start = 7 * number % len(text)
-        tokens = text[start:] + text * (prompt_len // len(text) + 1)
+        start = 7 * number % len(token_ids)
+        tokens = token_ids[start:] + token_ids * (prompt_len // len(token_ids) + 1)
         jobs.append(Job(tokens[:prompt_len], min(output_len, max_model_len - prompt_len)))
     return jobs
 
@@ -107,7 +104,7 @@ class MarginSampler(Sampler):
         super().__init__()
         self.margins: dict[str, list[float]] = {}
 
-    def sample(self, logits: torch.Tensor, sequences: list[Seq]) -> list[int]:
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
         best = logits.float().topk(2).values
         for seq, margin in zip(sequences, (best[:, 0] - best[:, 1]).tolist(), strict=True):
             self.margins.setdefault(seq.request_id, []).append(margin)
@@ -125,7 +122,7 @@ class Meter:
     waiting: bool = False
     waited: int = 0
     sums: list[int] = field(default_factory=lambda: [0] * 6)
-    first_sums: list[int] = field(default_factory=lambda: [0] * 6)
+    all_sums: list[int] = field(default_factory=lambda: [0] * 6)
 
     def note(self, step: ScheduledStep) -> None:
         scheduler = self.scheduler
@@ -135,7 +132,7 @@ class Meter:
             seq.num_scheduled == 1 and seq.generated_token_ids for seq in step.sequences
         )
         found = list(shares_now(scheduler))
-        self.first_sums = [a + b for a, b in zip(self.first_sums, found, strict=True)]
+        self.all_sums = [a + b for a, b in zip(self.all_sums, found, strict=True)]
         self.waiting = bool(scheduler.waiting)
         if self.waiting:
             self.waited += 1
@@ -143,7 +140,7 @@ class Meter:
 
     def percent(self) -> dict[str, float]:
         """The mean over the steps in which somebody waited; over all, when nobody ever did."""
-        sums = self.sums if self.waited else self.first_sums
+        sums = self.sums if self.waited else self.all_sums
         names = [share.name for share in fields(Shares)]
         return {n: 100 * s / max(sum(sums), 1) for n, s in zip(names, sums, strict=True)}
 
@@ -152,7 +149,7 @@ def run_stage(
     name: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    jobs: Sequence[Job],
+    jobs: SequenceOf[Job],
     kv: KVOptions,
     progress: Callable[[int, int], None] = lambda tokens, ended: None,
 ) -> tuple[StageResult, list[list[int]], list[list[float]]]:

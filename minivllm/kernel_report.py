@@ -31,7 +31,7 @@ KERNELS = {
     "join": join_kernel,
     "write": write_kernel,
 }
-DTYPES = {"bfloat16": (tl.bfloat16, "bf16", 2), "float16": (tl.float16, "fp16", 2)}
+DTYPES = {"bfloat16": (tl.bfloat16, "bf16"), "float16": (tl.float16, "fp16")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def compile_kernel(name: str, target: str, dtype: str, head_dim: int, group_size
     kernel: Any = KERNELS[name]
     if not isinstance(kernel, triton.JITFunction):
         raise ModelError("triton interprets here: unset TRITON_INTERPRET, then start Python again")
-    element, short, _ = DTYPES[dtype]
+    element, short = DTYPES[dtype]
     dims = max(16, triton.next_power_of_2(head_dim))
     width = 8 * head_dim
     constants: dict[str, Any] = {

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from minivllm.cli.demo import STORY
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def run(
 
         logging.disable_progress_bar()
         loaded, tokenizer = load_model(model)
-    jobs = make_jobs(tokenizer, requests, max_model_len, shrink, seed)
+    jobs = make_jobs(tokenizer(STORY).input_ids, requests, max_model_len, shrink, seed)
     results: list[StageResult] = []
     expected: list[list[int]] = []
     margins: list[list[float]] = []
@@ -101,7 +102,10 @@ def run(
                 produced += tokens
                 bar.update(task, advance=ended, tokens=produced)
 
-            kv = KVOptions(STAGES[name].kv_cache, kv_slots, max_model_len, block_size=block_size)
+            kv = KVOptions(
+                STAGES[name].kv_cache, kv_slots, max_model_len,
+                block_size=block_size, attention="gather",
+            )  # fmt: skip
             result, tokens, found = run_stage(name, loaded, tokenizer, jobs, kv, advance)
             if not results:
                 expected, margins = tokens, found

@@ -65,7 +65,10 @@ def generate(
         stop=tuple(stop or ()),
     )
     if os.environ.get("TRITON_INTERPRET") == "1" and attention == "triton":
-        print("triton's kernels are interpreted here: expect minutes per token", file=sys.stderr)
+        print(
+            "triton's kernels are interpreted here, which is for learning, and very slow",
+            file=sys.stderr,
+        )
     llm = load_llm(
         model,
         max_tokens_per_step=max_tokens_per_step,

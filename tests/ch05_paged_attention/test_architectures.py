@@ -74,15 +74,16 @@ def test_prefill_and_ten_decode_steps(name):
     pool.values.fill_(torch.nan)
     runner = PoolRunner(model, pool, GatherAttention())
     manager = BlockManager(40, 4)
-    manager._free.reverse()
     generator = torch.Generator().manual_seed(1)
     sequences = []
     for number, length in enumerate([1, 4, 5, 14]):
         prompt = torch.randint(0, 96, (length,), generator=generator).tolist()
         sequences.append(Sequence(f"{number}", prompt, SamplingParams(max_tokens=20)))
     longest = sequences[-1]
+    for num_tokens in range(4, 31, 2):  # in turns, so that nobody's blocks lie in a row
+        for seq in sequences:
+            manager.allocate(seq, num_tokens)
     for seq in sequences:
-        manager.allocate(seq, 30)
         seq.num_scheduled = seq.num_remaining
     longest.num_scheduled = 9
     for _ in range(12):

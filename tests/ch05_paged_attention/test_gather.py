@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import scene
 
 from minivllm.attention.batch import Batch, slots_of
 from minivllm.attention.gather import GatherAttention
@@ -31,32 +32,6 @@ def by_definition(query, keys, values, batch, *, scaling, sliding_window=None, s
                 logits = softcap * torch.tanh(logits / softcap)
             output[row, head] = logits.softmax(0) @ values[slots, head // group_size].double()
     return output.to(query.dtype)
-
-
-def scene(context_lens, new, block_size, *, num_kv_heads=2, group_size=3, head_dim=8, seed=0):
-    """(query, pool, batch): shuffled blocks, NaN wherever no token is, block 0 all NaN."""
-    shuffle, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
-    needed = [-(-n // block_size) for n in context_lens]
-    ids = list(range(1, sum(needed) + 4))
-    shuffle.shuffle(ids)
-    pool = KVPool(1, len(ids) + 1, block_size, num_kv_heads, head_dim)
-    pool.keys.fill_(torch.nan)
-    pool.values.fill_(torch.nan)
-    tables = [[ids.pop() for _ in range(count)] for count in needed]
-    for table, length in zip(tables, context_lens, strict=True):
-        slots = torch.from_numpy(slots_of(table, block_size, 0, length))
-        shape = (length, num_kv_heads, head_dim)
-        key, value = (torch.randn(shape, generator=torch_rng) for _ in "kv")
-        pool.write(0, slots, key, value)
-    query_start_loc = [0, *itertools.accumulate(new)]
-    query = torch.randn(
-        (query_start_loc[-1], num_kv_heads * group_size, head_dim), generator=torch_rng
-    )
-    nothing = torch.empty(0)
-    batch = Batch(
-        nothing, nothing, nothing, query_start_loc, list(context_lens), tables, block_size, nothing
-    )
-    return query, pool, batch
 
 
 def check(query, pool, batch, **options):

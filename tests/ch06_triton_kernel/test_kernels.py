@@ -1,46 +1,17 @@
 """The Triton kernels in the interpreter, against the gather of chapter 5."""
 
-import itertools
-import random
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import scene
 
 pytest.importorskip("triton", reason="there is no triton for this system")
 
-from minivllm.attention.batch import Batch, slots_of
 from minivllm.attention.gather import GatherAttention
 from minivllm.attention.kv_pool import KVPool
 from minivllm.attention.triton_attention import TritonAttention
 from minivllm.attention.triton_write import write_kernel
-
-
-def scene(context_lens, new, block_size, *, num_kv_heads=2, group_size=3, head_dim=16, seed=0):
-    """(query, pool, batch): shuffled blocks, NaN wherever no token is, block 0 all NaN.
-
-    Every table ends in garbage: a block that is not the sequence's own.
-    """
-    shuffle, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
-    needed = [-(-n // block_size) for n in context_lens]
-    ids = list(range(1, sum(needed) + 4))
-    shuffle.shuffle(ids)
-    pool = KVPool(1, len(ids) + 1, block_size, num_kv_heads, head_dim)
-    pool.keys.fill_(torch.nan)
-    pool.values.fill_(torch.nan)
-    tables = [[ids.pop() for _ in range(count)] for count in needed]
-    for table, length in zip(tables, context_lens, strict=True):
-        slots = torch.from_numpy(slots_of(table, block_size, 0, length))
-        shape = (length, num_kv_heads, head_dim)
-        key, value = (torch.randn(shape, generator=torch_rng) for _ in "kv")
-        pool.write(0, slots, key, value)
-        table.append(ids[0])
-    loc = [0, *itertools.accumulate(new)]
-    query = torch.randn((loc[-1], num_kv_heads * group_size, head_dim), generator=torch_rng)
-    none = torch.empty(0)
-    batch = Batch(none, none, none, loc, list(context_lens), tables, block_size, none)
-    return query, pool, batch
 
 
 def check(query, pool, batch, *, num_splits=1, **options):

@@ -6,7 +6,6 @@ import pytest
 
 from minivllm.cli.app import run as run_cli
 from minivllm.compare import MarginSampler, Meter, StageResult, count_equal, make_jobs
-from minivllm.models import tiny_random_model
 
 SMALL = ["compare", "--model", "tiny-random", "--requests", "9", "--kv-slots", "512"]
 
@@ -37,13 +36,13 @@ def test_compare_writes_what_it_measured(tmp_path, capsys):
 
 
 def test_the_jobs_have_sharegpt_like_lengths_and_fit():
-    tokenizer = tiny_random_model()[1]
-    jobs = make_jobs(tokenizer, 300, 256, 8, seed=0)
+    token_ids = list(range(90))
+    jobs = make_jobs(token_ids, 300, 256, 8, seed=0)
     assert all(len(job.prompt_token_ids) + job.max_tokens <= 256 for job in jobs)
     assert all(job.prompt_token_ids and job.max_tokens >= 1 for job in jobs)
     assert 25 < sum(job.max_tokens for job in jobs) / 300 < 60
-    assert jobs == make_jobs(tokenizer, 300, 256, 8, seed=0)
-    assert jobs != make_jobs(tokenizer, 300, 256, 8, seed=1)
+    assert jobs == make_jobs(token_ids, 300, 256, 8, seed=0)
+    assert jobs != make_jobs(token_ids, 300, 256, 8, seed=1)
 
 
 def test_only_a_narrow_first_difference_is_a_tie():
@@ -71,7 +70,7 @@ def test_shares_are_taken_while_somebody_waits():
     from minivllm.scheduler import Scheduler
 
     meter = Meter(Scheduler(BlockManager(10, 4)))
-    meter.sums, meter.first_sums = [1, 1, 0, 0, 0, 2], [9, 0, 0, 0, 0, 0]
+    meter.sums, meter.all_sums = [1, 1, 0, 0, 0, 2], [9, 0, 0, 0, 0, 0]
     assert meter.percent()["token"] == 100
     meter.waited = 3
     assert meter.percent()["token"] == 25
