@@ -19,8 +19,10 @@ SHAPE = {
 
 
 def kernel_report(
+    more_targets: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     target: Annotated[
-        list[str] | None, typer.Option(help="sm_80, sm_90, sm_100, gfx942; may be repeated.")
+        list[str] | None,
+        typer.Option(help="sm_80, sm_90, sm_100, gfx942; one or several.", metavar="TARGET..."),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="bfloat16, float16; may be repeated.")
@@ -37,7 +39,9 @@ def kernel_report(
     except ImportError as error:
         raise ModelError("triton is not installed: there is no kernel to report on") from error
 
-    targets, dtypes = target or list(TARGETS), dtype or ["bfloat16"]
+    # `--target sm_80 sm_90`: an option takes one value, the others come as arguments.
+    targets = [*(target or []), *(more_targets or [])] or list(TARGETS)
+    dtypes = dtype or ["bfloat16"]
     for name in targets:
         if name not in TARGETS:
             raise RequestError(f"unknown target {name!r}: use {', '.join(TARGETS)}")

@@ -65,10 +65,19 @@ def test_every_shape():
     assert result.returncode == 0, result.stderr
 
 
+def test_several_targets_after_one_option():
+    result = kernel_report("--target", "sm_80", "sm_90", "--head-dim", "64")
+    assert result.returncode == 0, result.stderr
+    first = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
+    assert {"sm_80", "sm_90"} <= set(first)
+    assert not {"sm_100", "gfx942"} & set(first)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--target", "sm_1"), "unknown target 'sm_1': use sm_80"),
+        (("--target", "sm_80", "sm_2"), "unknown target 'sm_2': use sm_80"),
         (("--dtype", "int8"), "unknown dtype 'int8': use bfloat16"),
         (("--json", "nowhere/x.json"), "there is no folder nowhere"),
     ],
