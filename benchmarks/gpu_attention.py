@@ -232,6 +232,7 @@ def chart(rows: list[dict], device: str) -> Chart:
         axes.bar(places, shares, 0.2, color=color, label=name)
     axes.axhline(85, color=VERMILION, linewidth=1, label="aim: 85 %")
     axes.set_xticks(range(len(rows)), labels, rotation=45, ha="right")
+    axes.set_ylim(0, 118)
     axes.set_xlabel("sequences x tokens of context")
     axes.set_ylabel("% of the copy bandwidth")
     axes.legend(ncols=5, fontsize=8)

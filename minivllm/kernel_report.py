@@ -19,8 +19,9 @@ from triton.compiler import ASTSource
 
 from minivllm.attention.triton_attention import NUM_WARPS, PREFILL_ROWS, tile_size
 from minivllm.attention.triton_decode import decode_kernel
+from minivllm.attention.triton_join import join_kernel
 from minivllm.attention.triton_prefill import prefill_kernel
-from minivllm.attention.triton_split import join_kernel, split_kernel
+from minivllm.attention.triton_split import split_kernel
 from minivllm.attention.triton_write import write_kernel
 from minivllm.errors import ModelError, RequestError
 

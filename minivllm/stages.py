@@ -4,6 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import PreTrainedModel
 
 from minivllm.errors import RequestError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from minivllm.attention.hf import Attend
 
 KV_CACHES = ("past_key_values", "reserved", "growing", "paged")
-ATTENTIONS = ("auto", "gather", "triton")
+ATTENTIONS = ("auto", "gather", "numba", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class KVOptions:
     fit: where a region is taken: first, best or buddy.
     grow_by: slots by which a region grows.
     block_size: slots of a block. watermark: share of the blocks that newcomers leave free.
-    attention: how a paged pool is read: gather, triton, or auto (triton on CUDA, if it is there).
+    attention: how a paged pool is read: gather, numba (float32 on a CPU), triton, or auto (triton
+        on CUDA, if it is there, else gather).
     """
 
     kv_cache: str = "past_key_values"
@@ -62,7 +64,7 @@ def longest_request(model: PreTrainedModel, options: KVOptions) -> int | None:
     return wanted
 
 
-def paged_reader(attention: str, device: str) -> "Attend":
+def paged_reader(attention: str, device: str, dtype: torch.dtype) -> "Attend":
     """The reader by its name. Raises RequestError or ModelError for one that cannot run here."""
     from minivllm.attention.gather import GatherAttention
 
@@ -71,6 +73,15 @@ def paged_reader(attention: str, device: str) -> "Attend":
     has_triton = importlib.util.find_spec("triton") is not None
     if attention == "gather" or (attention == "auto" and not (device == "cuda" and has_triton)):
         return GatherAttention()
+    if attention == "numba":
+        if (device, dtype) != ("cpu", torch.float32):
+            raise RequestError(
+                f"attention numba reads float32 on a CPU, and the model is {dtype} on {device}: "
+                f"use gather"
+            )
+        from minivllm.attention.numba_attention import NumbaAttention
+
+        return NumbaAttention()
     from minivllm.attention.triton_attention import TritonAttention
 
     return TritonAttention()
@@ -95,7 +106,7 @@ def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVC
     attend: Attend = slice_attention
     num_blocks, block_size = options.kv_slots, 1
     if options.kv_cache == "paged":
-        attend = paged_reader(options.attention, model.device.type)
+        attend = paged_reader(options.attention, model.device.type, model.dtype)
         block_size = checked_block_size(options.block_size, options.kv_slots)
         num_blocks = options.kv_slots // block_size
         manager = BlockManager(num_blocks, block_size, options.watermark)

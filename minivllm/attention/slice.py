@@ -29,11 +29,7 @@ def slice_attention(
         new = slice(batch.query_start_loc[i], batch.query_start_loc[i + 1])
         region = slice(block_table[0], block_table[0] + context_len)
         output[new] = attend_one_sequence(
-            query[new],
-            keys[region],
-            values[region],
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
+            query[new], keys[region], values[region],
+            scaling=scaling, sliding_window=sliding_window, softcap=softcap,
+        )  # fmt: skip
     return output

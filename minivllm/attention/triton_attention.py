@@ -18,8 +18,9 @@ except ImportError as error:  # no wheel for this system
     raise ModelError("triton is not installed: use --attention gather") from error
 
 from minivllm.attention.triton_decode import decode_kernel
+from minivllm.attention.triton_join import join_kernel
 from minivllm.attention.triton_prefill import prefill_kernel
-from minivllm.attention.triton_split import join_kernel, split_kernel
+from minivllm.attention.triton_split import split_kernel
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 # How the kernels are launched; kernel_report compiles them just so.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from minivllm.course.bugs import find_bug, run_tests_on
+from minivllm.course.bugs import MAX_FAILED, find_bug, run_tests_on
 from minivllm.course.chapters import PACKAGE
 
 
@@ -30,7 +30,10 @@ def bug(
     if result.returncode == 0:
         print("\nNo test failed: this bug survives, which is a bug in the tests. Please report it.")
         sys.exit(1)
+    which = "these tests fail, and only these"
+    if len(failed) >= MAX_FAILED:
+        which = f"these tests fail (the first {MAX_FAILED}, there may be more)"
     print(
-        f"\nWhich line of the package could make these tests fail, and only these? "
+        f"\nWhich line of the package could make {which}? "
         f"`python -m minivllm bug {number} --reveal` shows it."
     )

@@ -39,6 +39,7 @@ def check(
     for package in PACKAGES:
         row(package, package_version(package))
     row("triton", triton_status())
+    row("numba", numba_status())
     row("device", device(torch))
     row("CPU threads", str(torch.get_num_threads()))
     damaged = None
@@ -72,6 +73,12 @@ def device(torch) -> str:
     if torch.backends.mps.is_available():
         return "cpu (Apple MPS is present, and not used by default)"
     return "cpu"
+
+
+def numba_status() -> str:
+    if importlib.util.find_spec("numba") is None:
+        return "not installed: --attention numba is not available, everything else works"
+    return importlib.metadata.version("numba")
 
 
 def triton_status() -> str:

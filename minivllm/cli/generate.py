@@ -42,7 +42,7 @@ def generate(
     kv_slots: Annotated[int, typer.Option(help="Size of the KV pool, in token slots.")] = 4096,
     block_size: Annotated[int, typer.Option(help="Slots of a block, for paged.")] = 16,
     attention: Annotated[
-        str, typer.Option(help="How a paged pool is read: auto, gather or triton.")
+        str, typer.Option(help="How a paged pool is read: auto, gather, numba or triton.")
     ] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request, in tokens; default: what fits.")

@@ -12,6 +12,7 @@ from minivllm.course.chapters import PACKAGE, ROOT, Chapter, find_chapter
 from minivllm.errors import CourseError
 
 ZOO = ROOT / "tests" / "bug_zoo"
+MAX_FAILED = 12  # more would not tell more
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def run_tests_on(chapter: Chapter, bug: Bug) -> subprocess.CompletedProcess:
         bug.write(Path(folder))
         result = subprocess.run(
             [sys.executable, "-m", "pytest", str(chapter.tests), "--impl", folder,
-             "-q", "--tb=no", "--maxfail=12", "--hypothesis-profile", "no-shrink",
+             "-q", "--tb=no", f"--maxfail={MAX_FAILED}", "--hypothesis-profile", "no-shrink",
              "-m", "not full and not real_model"],
             cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip

@@ -8,6 +8,7 @@ from minivllm.attention.batch import Batch
 from minivllm.attention.hf import Attend, KVAccess, attention_through_pool, check_supported
 from minivllm.attention.kv_pool import KVPool
 from minivllm.errors import ModelError
+from minivllm.fast_layers import FastLayers
 from minivllm.scheduler import ScheduledStep
 from minivllm.sequence import Sequence
 
@@ -24,6 +25,7 @@ class PoolRunner:
         self.model = model
         self.pool = pool
         self.attend = attend
+        self.fast_layers = FastLayers(model)
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> Tensor:
@@ -31,7 +33,7 @@ class PoolRunner:
         self.pool.copy(step.copies)
         batch = Batch.of(step.sequences, self.pool.block_size, self.model.device)
         access = KVAccess(self.pool, batch, self.attend)
-        with attention_through_pool(self.model):
+        with attention_through_pool(self.model), self.fast_layers():
             output = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],

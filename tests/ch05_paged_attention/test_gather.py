@@ -15,6 +15,8 @@ from minivllm.attention.gather import GatherAttention
 from minivllm.attention.kv_pool import KVPool
 from minivllm.attention.slice import slice_attention
 from minivllm.memory.block_manager import slot_of
+from minivllm.sampling_params import SamplingParams
+from minivllm.sequence import Sequence
 
 
 def by_definition(query, keys, values, batch, *, scaling, sliding_window=None, softcap=None):
@@ -32,6 +34,21 @@ def by_definition(query, keys, values, batch, *, scaling, sliding_window=None, s
                 logits = softcap * torch.tanh(logits / softcap)
             output[row, head] = logits.softmax(0) @ values[slots, head // group_size].double()
     return output.to(query.dtype)
+
+
+def test_the_batch_of_a_step():
+    """One that decodes, a piece of a prompt that is not its last, and a whole prompt."""
+    decoding = Sequence("a", list(range(100, 133)), SamplingParams(), [900], [7, 2, 15], 33, 1)
+    piece = Sequence("b", list(range(50, 70)), SamplingParams(), [], [4, 9], 3, 6)
+    whole = Sequence("c", [200, 201], SamplingParams(), [], [3], 0, 2)
+    batch = Batch.of([decoding, piece, whole], 16, torch.device("cpu"))
+    assert batch.input_ids.tolist() == [900, 53, 54, 55, 56, 57, 58, 200, 201]
+    assert batch.positions.tolist() == [33, 3, 4, 5, 6, 7, 8, 0, 1]
+    assert batch.slot_mapping.tolist() == [241, 67, 68, 69, 70, 71, 72, 48, 49]
+    assert batch.query_start_loc == [0, 1, 7, 9]
+    assert batch.context_lens == [34, 9, 2]
+    assert batch.last_token.tolist() == [0, 8], "the piece is not sampled"
+    assert batch.block_tables == [[7, 2, 15], [4, 9], [3]]
 
 
 def check(query, pool, batch, **options):

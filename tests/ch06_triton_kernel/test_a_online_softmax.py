@@ -34,6 +34,14 @@ def test_logits_that_rise_and_fall():
         np.testing.assert_allclose(output, [order.index(5)] * 2)
 
 
+def test_logits_far_below_zero():
+    """exp of any of them is 0 in itself."""
+    keys, values = -1000.0 - np.arange(4.0)[:, None], np.arange(4.0)[:, None] + np.zeros((4, 2))
+    weights = np.exp(-np.arange(4.0))
+    expected = weights / weights.sum() @ values
+    np.testing.assert_allclose(online_attention(np.ones(1), keys, values, tile=3), expected)
+
+
 def test_no_tokens_give_zeros():
     output = online_attention(np.ones(4), np.zeros((0, 4)), np.zeros((0, 4)), tile=8)
     assert output.tolist() == [0, 0, 0, 0]

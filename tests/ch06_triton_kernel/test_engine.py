@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="there is no triton for this system")
 
@@ -34,18 +35,19 @@ def test_tokens_are_those_of_chapter_1(tiny, solo_run, max_tokens_per_step):
 
 
 def test_auto_is_gather_without_cuda():
-    assert isinstance(paged_reader("auto", "cpu"), GatherAttention)
-    assert isinstance(paged_reader("auto", "mps"), GatherAttention)
+    assert isinstance(paged_reader("auto", "cpu", torch.float32), GatherAttention)
+    assert isinstance(paged_reader("auto", "mps", torch.float32), GatherAttention)
 
 
 def test_without_interpreter_or_gpu_the_way_out_is_named():
-    code = "import triton\nfrom minivllm.stages import paged_reader\npaged_reader('triton', 'cpu')"
+    code = (
+        "import torch, triton\nfrom minivllm.stages import paged_reader\n"
+        "paged_reader('triton', 'cpu', torch.float32)"
+    )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
-    import torch
-
     if torch.cuda.is_available():
         assert result.returncode == 0
     else:

@@ -26,7 +26,7 @@ def calls(path, name):
 
 def test_the_kernels_are_found():
     assert {path.stem for path in KERNELS} == {
-        "triton_decode", "triton_prefill", "triton_split", "triton_write",
+        "triton_decode", "triton_join", "triton_prefill", "triton_split", "triton_write",
     }  # fmt: skip
 
 

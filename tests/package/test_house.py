@@ -18,7 +18,8 @@ LAYERS = [
     {"sampling_params", "sequence"},
     {"memory"},
     {"sampler", "detokenizer", "packaged_model", "models", "scheduler"},
-    {"attention"},
+    {"attention", "fast_math"},
+    {"fast_layers"},
     {"runners"},
     {"engine"},
     {"stages", "simulation", "charts", "course"},
@@ -72,7 +73,7 @@ def test_the_core_stays_small():
     chapter 6), and the kernels beside the one that is taught.
     """
     others = ["kv_size", "known_models", "online_softmax"]
-    others += ["triton_prefill", "triton_split", "triton_write"]
+    others += ["triton_prefill", "triton_split", "triton_join", "triton_write", "numba_attention"]
     core = ["sequence", "sampling_params", "sampler", "detokenizer", "scheduler", "engine"]
     paths = [PACKAGE / f"{name}.py" for name in core]
     for folder in ("memory", "runners", "attention"):
@@ -109,6 +110,29 @@ def test_everything_but_the_kernel_works_without_triton():
         "from minivllm import LLM, SamplingParams\n"
         "answer = LLM('tiny-random').generate('Hi', SamplingParams(max_tokens=3), progress=False)\n"
         "assert len(answer[0].token_ids) == 3\n"
+    )
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_numba_the_gather_reads_and_numba_is_refused():
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *a: None if name == 'numba' else find(name, *a)\n"
+        "sys.modules['numba'] = None\n"
+        "from minivllm import LLM, SamplingParams\n"
+        "from minivllm.errors import ModelError\n"
+        "from minivllm.stages import KVOptions\n"
+        "llm = LLM('tiny-random', kv=KVOptions('paged', 64))\n"
+        "answer = llm.generate('Hi', SamplingParams(max_tokens=3), progress=False)\n"
+        "assert len(answer[0].token_ids) == 3\n"
+        "try:\n"
+        "    LLM('tiny-random', kv=KVOptions('paged', 64, attention='numba'))\n"
+        "except ModelError as error:\n"
+        "    assert 'pip install numba, or use --attention gather' in str(error)\n"
+        "else:\n"
+        "    raise SystemExit('numba was not missed')\n"
     )
     result = run_python(code)
     assert result.returncode == 0, result.stderr

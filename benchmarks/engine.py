@@ -1,0 +1,280 @@
+"""The engine beside transformers and vLLM: the same model, prompts and greedy tokens, two cores.
+
+Six shapes (sequences x prompt tokens, 33 tokens each) and a trace of 48 requests with lengths like
+Azure's conversations. All systems take turns; medians of the rounds. How to set up vLLM's Python
+is told in benchmarks/README.md.
+
+    python benchmarks/engine.py [--rounds 3] [--vllm-python PATH]
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+
+import torch
+from machine import RESULTS, median, write_result
+from systems import (
+    BUDGET,
+    MAX_MODEL_LEN,
+    VLLM,
+    System,
+    bare_model,
+    generate,
+    generate_batch,
+    stage,
+)
+
+from minivllm.charts.chart import BLUE, GREY, ORANGE, VERMILION, Chart
+from minivllm.compare import TIE, Job
+from minivllm.course.chapters import ROOT
+from minivllm.llm import LLM
+from minivllm.models import load_model
+from minivllm.packaged_model import SMOLLM2
+from minivllm.sampling_params import SamplingParams
+from minivllm.simulation.workloads import load
+from minivllm.stages import KVOptions
+
+SHAPES = [(1, 16), (16, 16), (32, 16), (1, 512), (16, 512), (4, 2048)]
+OUTPUT = 33
+TRACE = "trace"
+KV_SLOTS = 32_768
+OURS = "paged-numba"
+STAGES = {
+    "past_key_values": KVOptions("past_key_values"),
+    "reserve-max": KVOptions("reserved", 32 * MAX_MODEL_LEN, MAX_MODEL_LEN),
+    "paged-gather": KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="gather"),
+    OURS: KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="numba"),
+}
+ONCE = ("past_key_values", "reserve-max", "generate_batch")  # slow, or beside the point
+
+
+def make_cases(text_ids: list[int]) -> dict[str, list[Job]]:
+    """The jobs by case; each prompt is a piece of the text, at another place."""
+
+    def piece(number: int, length: int) -> list[int]:
+        start = 997 * number % (len(text_ids) - length)
+        return text_ids[start : start + length]
+
+    cases = {
+        f"{count} x {length}": [Job(piece(i, length), OUTPUT) for i in range(count)]
+        for count, length in SHAPES
+    }
+    longest = 14_336  # about what the trace's longest requests have; scaled to 2,048
+    cases[TRACE] = [
+        Job(piece(i, max(1, r.prompt_len // 7)), max(2, r.output_len // 7))
+        for i, r in enumerate(load("azure-conv", 48, max_model_len=longest, seed=0))
+    ]
+    return cases
+
+
+def count_equal(
+    tokens: list[list[int]], expected: list[list[int]], margins: list[list[float]]
+) -> dict[str, int]:
+    """Jobs with the expected tokens, and those whose first difference is a tie."""
+    found = {"equal": 0, "ties": 0, "different": 0}
+    for ours, theirs, margin in zip(tokens, expected, margins, strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        kind = "equal" if first is None else "ties" if margin[first] < TIE else "different"
+        found[kind] += 1
+    return found
+
+
+def measure(systems: dict[str, System], jobs: list[Job], rounds: int, case: str) -> dict:
+    """One case through all systems: the medians of their rates, and how many tokens are equal."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
+    margins: list[list[float]] = []
+    expected = generate(REFERENCE[0], margins)(jobs).tokens
+    rows: dict[str, dict] = {}
+    for number in range(rounds):
+        for name, system in systems.items():
+            if number and name in ONCE:
+                continue
+            if case == TRACE and name in ("bare", "generate_batch"):
+                continue  # they take equal lengths only
+            run = system(jobs)
+            runs[name].append(run.rates(jobs))
+            if number == 0:
+                rows[name] = count_equal(run.tokens, expected, margins)
+    for name, row in rows.items():
+        row |= {k: median([run[k] for run in runs[name]]) for k in ("prefill", "decode", "total")}
+        row["runs"] = runs[name]
+        print(
+            f"{case:9} {name:16} prefill {row['prefill']:6.0f}, decode {row['decode']:6.1f}, total "
+            f"{row['total']:6.1f} tokens/s; {row['equal']} equal, {row['ties']} ties, "
+            f"{row['different']} different",
+            flush=True,
+        )
+    return rows
+
+
+REFERENCE: list = []  # the model, for transformers' own tokens; set by main
+
+
+def ratios(cases: dict[str, dict]) -> dict[str, dict[str, float]]:
+    """Ours to the better of vLLM's modes, and to the bare model."""
+    found: dict[str, dict[str, float]] = {}
+    for case, rows in cases.items():
+        ours, found[case] = rows[OURS], {}
+        for key in ("prefill", "decode", "total"):
+            peers = [row[key] for name, row in rows.items() if name.startswith("vllm")]
+            if peers:
+                found[case][f"{key}_to_vllm"] = ours[key] / max(peers)
+            if "bare" in rows:
+                found[case][f"{key}_to_bare"] = ours[key] / rows["bare"][key]
+    return found
+
+
+def own_share(model, tokenizer, jobs: list[Job]) -> float:
+    """Part of a decode step that is not the model's pass: schedule, batch, sample, detokenize."""
+    llm = LLM(model, tokenizer, kv=STAGES[OURS], max_tokens_per_step=BUDGET)
+    engine, inside = llm.engine, [0.0]
+    forward = model.forward
+
+    def timed(*arguments, **options):
+        start = time.perf_counter()
+        output = forward(*arguments, **options)
+        inside[0] += time.perf_counter() - start
+        return output
+
+    for job in jobs:
+        engine.add_request(job.prompt_token_ids, SamplingParams(max_tokens=64, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    model.forward = timed
+    try:
+        start = time.perf_counter()
+        for _ in range(40):
+            engine.step()
+        return 1 - inside[0] / (time.perf_counter() - start)
+    finally:
+        del model.forward
+
+
+def peak_memory() -> None:
+    """In a process of its own (--peak): the trace, then the process's peak beside what it holds."""
+    model, tokenizer = load_model()
+    jobs = make_cases(text_ids(tokenizer))[TRACE]
+    llm = LLM(model, tokenizer, kv=STAGES[OURS], max_tokens_per_step=BUDGET)
+    largest = [0]
+    sample = llm.engine.sampler.sample
+
+    def noted(logits, sequences):
+        largest[0] = max(largest[0], logits.shape[0] / len(sequences))
+        return sample(logits, sequences)
+
+    llm.engine.sampler.sample = noted  # type: ignore[method-assign]
+    for job in jobs:
+        llm.engine.add_request(
+            job.prompt_token_ids, SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
+        )
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    unit = 1 if sys.platform == "darwin" else 1024
+    weights = sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
+    payload = {
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "weight_bytes": weights,
+        "pool_bytes": llm.engine.runner.kv_bytes(),
+        "logit_rows_per_sequence": largest[0],
+    }
+    print(json.dumps(payload))
+
+
+def text_ids(tokenizer) -> list[int]:
+    texts = [path.read_text() for path in sorted(ROOT.glob("chapters/ch0[0-3]*/README.md"))]
+    return tokenizer("\n".join(texts), verbose=False).input_ids
+
+
+def chart(cases: dict[str, dict], machine_name: str) -> Chart:
+    shapes = [case for case in cases if case != TRACE]
+    compared = {"generate": GREY, "vllm-eager": ORANGE, "vllm-default": VERMILION, OURS: BLUE}
+    compared = {n: c for n, c in compared.items() if all(n in cases[case] for case in shapes)}
+    peers = [n for n in compared if n.startswith("vllm")] or ["generate"]
+    mean = statistics.geometric_mean(
+        cases[c][OURS]["decode"] / max(cases[c][n]["decode"] for n in peers) for c in shapes
+    )
+    against = "vLLM's better mode" if "vllm-eager" in peers else peers[0]
+    figure = Chart(
+        f"Decoding, {mean:.2f} times {against} on average ({machine_name})", columns=2, width=9.6
+    )
+    for axes, key in zip(figure.panels, ("prefill", "decode"), strict=True):
+        for number, (name, color) in enumerate(compared.items()):
+            values = [cases[case][name][key] for case in shapes]
+            width = 0.8 / len(compared)
+            places = [p + width * (number - (len(compared) - 1) / 2) for p in range(len(shapes))]
+            axes.bar(places, values, width, color=color, label=name)
+        axes.set_xticks(range(len(shapes)), shapes, rotation=30)
+        axes.set_xlabel("sequences x prompt tokens")
+        axes.set_ylabel(f"{key}, tokens/s")
+        axes.grid(False, axis="x")
+    figure.panels[1].legend(loc="upper right", fontsize=8)
+    return figure
+
+
+def main(arguments: SequenceOf[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm-python", type=Path)
+    parser.add_argument("--cases", nargs="*", help="only these, for example `16 x 16` trace")
+    parser.add_argument("--peak", action="store_true", help="only the memory of the trace")
+    options = parser.parse_args(arguments)
+    if options.peak:
+        peak_memory()
+        return
+    peak = subprocess.run(
+        [sys.executable, __file__, "--peak"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    memory = json.loads(peak.stdout.splitlines()[-1])
+    allowed = 1.2 * (memory["weight_bytes"] + memory["pool_bytes"])
+    print(f"peak {memory['peak_bytes'] / 1e6:,.0f} MB; weights + pool + 20 %: {allowed / 1e6:,.0f}")
+    model, tokenizer = load_model()
+    REFERENCE[:] = [model]
+    systems: dict[str, System] = {name: stage(model, tokenizer, kv) for name, kv in STAGES.items()}
+    systems |= {
+        "bare": bare_model(model),
+        "generate": generate(model),
+        "generate_batch": generate_batch(model),
+    }
+    versions = {}
+    if options.vllm_python:
+        folder = str(SMOLLM2.prepare(lambda text: None))
+        for mode in ("eager", "default"):
+            systems[f"vllm-{mode}"] = peer = VLLM(options.vllm_python, folder, mode)
+            versions["vllm"] = peer.version
+    warm_up = [Job([1, 2, 3, 4], 3)] * 2
+    for system in systems.values():
+        system(warm_up)
+    cases = {}
+    for case, jobs in make_cases(text_ids(tokenizer)).items():
+        if options.cases is None or case in options.cases:
+            cases[case] = measure(systems, jobs, options.rounds, case)
+    found = ratios(cases)
+    result = {
+        "versions": versions, "rounds": options.rounds, "output_tokens": OUTPUT,
+        "token_budget": BUDGET, "memory": memory, "cases": cases, "ratios": found,
+        "own_share_of_a_step_at_32": own_share(model, tokenizer, make_cases(
+            text_ids(tokenizer))["32 x 16"]),
+    }  # fmt: skip
+    for case, row in found.items():
+        print(f"{case:9}", ", ".join(f"{name} {value:.2f}" for name, value in row.items()))
+    shapes = [row for case, row in found.items() if case != TRACE]
+    for key in ("prefill_to_vllm", "decode_to_vllm"):
+        if shapes and all(key in row for row in shapes):
+            result[f"mean_{key}"] = statistics.geometric_mean(row[key] for row in shapes)
+            print(f"{key}: geometric mean {result[f'mean_{key}']:.2f}")
+    print(f"own share of a step at 32 sequences: {result['own_share_of_a_step_at_32']:.1%}")
+    if options.cases is None:
+        path = write_result("engine", result)
+        name = json.loads(path.read_text())["machine"]["processor"]
+        chart(cases, f"{name}, {torch.get_num_threads()} threads").save(RESULTS / "engine.png")
+        print("written to", path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""FastLayers: the same layers of the same model, computed with less time around the products.
+
+A decode step multiplies a few rows by every weight. Two things beside reading the weights cost time
+on a CPU. First the product: torch has two calls for it, `x @ W.T` and `(W @ x.T).T`, and which is
+faster depends on the processor, the weight's shape and the number of rows. Both are timed once, at
+start-up. Second the many small calls between the products: a Llama layer is written here with a
+third of them. The weights stay where they are, and nothing is copied.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.hf import KVAccess, pool_attention
+from minivllm.fast_math import rms_norm, rotate
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # above, the usual product is as good
+SMALLEST = 2**16  # bytes of a weight; below, there is nothing to gain
+SAMPLE = 2**25  # bytes of weights of one shape that are timed: more than a core's own cache
+ROUNDS = 3
+GAIN = 0.95  # the other product is taken where it needs less than this share of the time
+
+Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
+
+
+class FastLayers:
+    """Within `with fast_layers():` the model computes its layers the faster way.
+
+    Linear layers of any model; whole layers of Llama models, unless `whole` is False. Only float32
+    on a CPU; elsewhere, and where weights are small, nothing is replaced.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, whole: bool = True) -> None:
+        linears = [m for m in model.modules() if type(m) is torch.nn.Linear and is_worth_it(m)]
+        weights: dict[torch.Size, list[Tensor]] = {}
+        for linear in linears:
+            weights.setdefault(linear.weight.shape, []).append(linear.weight.detach())
+        self.turned_rows = {shape: turned_rows(same) for shape, same in weights.items()}
+        products = {m: product_of(m, self.turned_rows[m.weight.shape]) for m in linears}
+        self._forwards: list[tuple[dict[str, Any], Callable]] = []
+        for layer in model.modules():
+            is_llama = type(layer).__name__ == "LlamaDecoderLayer"
+            if whole and is_llama and has_all(layer, products):
+                self._forwards.append((layer.__dict__, llama_layer(layer, products)))
+        for linear, product in products.items():
+            self._forwards.append((linear.__dict__, linear_forward(product)))
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        try:
+            # A module looks for `forward` on itself first. Its __setattr__ would take longer.
+            for attributes, forward in self._forwards:
+                attributes["forward"] = forward
+            yield
+        finally:
+            for attributes, _ in self._forwards:
+                attributes.pop("forward", None)
+
+
+def is_worth_it(linear: torch.nn.Linear) -> bool:
+    weight = linear.weight
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return fits and weight.nbytes >= SMALLEST
+
+
+def has_all(layer: torch.nn.Module, products: dict[torch.nn.Linear, Product]) -> bool:
+    linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    return len(linears) == 7 and all(linear in products for linear in linears)
+
+
+def linear_forward(product: Product) -> Product:
+    def forward(x: Tensor) -> Tensor:
+        output = product(x.reshape(-1, x.shape[-1]))
+        return output.view(*x.shape[:-1], output.shape[-1])
+
+    return forward
+
+
+def llama_layer(layer: Any, products: dict[torch.nn.Linear, Product]) -> Callable[..., Tensor]:
+    """forward of a LlamaDecoderLayer: the same mathematics in fewer calls."""
+    attention, mlp = layer.self_attn, layer.mlp
+    q, k, v, o = (products[getattr(attention, f"{name}_proj")] for name in "qkvo")
+    gate, up, down = (products[getattr(mlp, f"{name}_proj")] for name in ("gate", "up", "down"))
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    (weight, eps), (weight_2, eps_2) = ((norm.weight, norm.variance_epsilon) for norm in norms)
+    head_dim, scaling, activation = attention.head_dim, attention.scaling, mlp.act_fn
+
+    def forward(
+        hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], kv_access: KVAccess,
+        **others: Any,
+    ) -> Tensor:  # fmt: skip
+        x = hidden_states[0]
+        num_tokens = len(x)
+        normed = rms_norm(x, weight, eps)
+        new = torch.cat((q(normed), k(normed)), 1).view(num_tokens, -1, head_dim)
+        cos, sin = position_embeddings
+        new = rotate(new, cos[0], sin[0]).transpose(0, 1)[None]
+        value = v(normed).view(num_tokens, -1, head_dim).transpose(0, 1)[None]
+        num_heads = new.shape[1] - value.shape[1]
+        attended, _ = pool_attention(
+            attention, new[:, :num_heads], new[:, num_heads:], value, None,
+            kv_access=kv_access, scaling=scaling,
+        )  # fmt: skip
+        x = x + o(attended.view(num_tokens, -1))
+        normed = rms_norm(x, weight_2, eps_2)
+        return (x + down(activation(gate(normed)) * up(normed)))[None]
+
+    return forward
+
+
+def usual(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x, weight.t())
+
+
+def turned(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(weight, x.t()).t()
+
+
+def product_of(linear: torch.nn.Linear, rows_turned: frozenset[int]) -> Product:
+    """rows_turned: members of ROWS for which `turned` is faster."""
+    weight, bias = linear.weight, linear.bias
+    columns = weight.t()
+    # Which product for 0 to 64 rows: as for the next larger member of ROWS.
+    is_turned = [min(r for r in ROWS if r >= rows) in rows_turned for rows in range(ROWS[-1] + 1)]
+
+    def product(x: Tensor) -> Tensor:
+        rows = len(x)
+        if rows < len(is_turned) and is_turned[rows]:
+            output = torch.mm(weight, x.t()).t()
+        else:
+            output = torch.mm(x, columns)
+        return output if bias is None else output + bias
+
+    return product
+
+
+@torch.inference_mode()
+def turned_rows(weights: list[Tensor]) -> frozenset[int]:
+    """The members of ROWS for which `turned` is clearly faster with weights of this shape."""
+    weights = weights[: max(1, SAMPLE // weights[0].nbytes)]
+    found = set()
+    for rows in ROWS:
+        x = torch.randn(rows, weights[0].shape[1])
+        fastest = {usual: float("inf"), turned: float("inf")}
+        for _ in range(ROUNDS):
+            for product in fastest:
+                start = time.perf_counter()
+                for weight in weights:
+                    product(x, weight)
+                fastest[product] = min(fastest[product], time.perf_counter() - start)
+        if fastest[turned] < GAIN * fastest[usual]:
+            found.add(rows)
+    return frozenset(found)

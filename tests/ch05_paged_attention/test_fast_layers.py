@@ -1,0 +1,115 @@
+"""Layers computed in fewer calls: the same logits, and the model as it was afterwards."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from minivllm import fast_layers, fast_math
+from minivllm.attention.batch import Batch
+from minivllm.attention.gather import GatherAttention
+from minivllm.attention.hf import KVAccess, attention_through_pool
+from minivllm.attention.kv_pool import KVPool
+from minivllm.fast_layers import ROWS, FastLayers
+from minivllm.sampling_params import SamplingParams
+from minivllm.sequence import Sequence
+
+SIZES = {
+    "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192,
+    "intermediate_size": 320, "vocab_size": 300, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["llama", "llama with biases", "qwen2"])
+def model(request):
+    """Weights large enough to be worth it; in qwen2 the linear layers alone are replaced."""
+    torch.manual_seed(0)
+    if request.param == "qwen2":
+        made = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    else:
+        biased = request.param == "llama with biases"
+        config = LlamaConfig(**SIZES, head_dim=48, attention_bias=biased, mlp_bias=biased)
+        made = LlamaForCausalLM(config)
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return made.eval()
+
+
+@torch.inference_mode()
+def logits_of(model, prompts, layers):
+    """After each token of a prefill in one packed pass, then of one decode step."""
+    head_dim = model.model.layers[0].self_attn.head_dim
+    pool = KVPool(3, 40, 4, 2, head_dim)
+    reader, found = GatherAttention(), []
+    sequences = [
+        Sequence(f"{i}", prompt, SamplingParams(), [], list(range(8 * i, 8 * i + 8)))
+        for i, prompt in enumerate(prompts)
+    ]
+    for _ in range(2):
+        for seq in sequences:
+            seq.num_scheduled = seq.num_remaining
+        batch = Batch.of(sequences, 4, torch.device("cpu"))
+        with attention_through_pool(model), layers():
+            output = model(
+                input_ids=batch.input_ids[None], position_ids=batch.positions[None],
+                use_cache=False, kv_access=KVAccess(pool, batch, reader),
+            )  # fmt: skip
+        found.append(output.logits[0])
+        for seq in sequences:
+            seq.num_computed, seq.num_scheduled = seq.context_len, 0
+            seq.generated_token_ids.append(7)
+    return found
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [1], list(range(100, 120))]
+
+
+@pytest.mark.parametrize("rows", [frozenset(), frozenset(ROWS)], ids=["usual", "turned"])
+def test_the_same_logits(model, rows, monkeypatch):
+    """With either product for every number of rows."""
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(fast_layers, "turned_rows", lambda weights: rows)
+    layers = FastLayers(model)
+    assert layers.turned_rows, "nothing was replaced"
+    expected = logits_of(model, PROMPTS, nullcontext)
+    for a, b in zip(logits_of(model, PROMPTS, layers), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_whole_layers_of_llama_alone_are_replaced(model):
+    layers = FastLayers(model)
+    is_llama = type(model).__name__ == "LlamaForCausalLM"
+    with layers():
+        replaced = ["forward" in vars(layer) for layer in model.model.layers]
+    assert replaced == [is_llama] * 3
+    with FastLayers(model, whole=False)():
+        assert not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+def test_afterwards_the_model_is_as_it_was(model):
+    def fail():
+        assert any("forward" in vars(module) for module in model.modules())
+        raise ZeroDivisionError
+
+    layers = FastLayers(model)
+    with pytest.raises(ZeroDivisionError), layers():
+        fail()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_small_or_half_precision_weights_are_left_alone(tiny, model):
+    assert FastLayers(tiny[0]).turned_rows == {}
+    half = torch.nn.Linear(512, 512).to(torch.bfloat16)
+    assert FastLayers(half).turned_rows == {}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 65])
+def test_small_functions_by_numba_and_by_torch(rows):
+    x, weight = torch.randn(rows, 96), torch.randn(96)
+    torch.testing.assert_close(
+        fast_math.rms_norm(x, weight, 1e-5), fast_math.rms_norm_by_torch(x, weight, 1e-5)
+    )
+    heads, angles = torch.randn(5, rows, 16).transpose(0, 1), torch.randn(rows, 16)
+    found = fast_math.rotate(heads, angles.cos(), angles.sin())
+    torch.testing.assert_close(found, fast_math.rotate_by_torch(heads, angles.cos(), angles.sin()))

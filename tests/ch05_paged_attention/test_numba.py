@@ -1,0 +1,115 @@
+"""The reader compiled by numba, against the gather: whatever holds for one holds for the other."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import scene
+
+pytest.importorskip("numba", reason="numba is not installed")
+
+from minivllm.attention.gather import GatherAttention
+from minivllm.attention.numba_attention import NumbaAttention
+from minivllm.errors import RequestError
+from minivllm.llm import LLM
+from minivllm.sampling_params import SamplingParams
+from minivllm.stages import KVOptions, paged_reader
+
+
+def check(query, pool, batch, *, tolerance=1e-5, **options):
+    options = {"scaling": query.shape[-1] ** -0.5} | options
+    expected = GatherAttention()(query, *pool.layer(0), batch, **options)
+    found = NumbaAttention()(query, *pool.layer(0), batch, **options)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 128])
+def test_decode_prefill_and_what_lies_between(block_size):
+    check(*scene([40, 13, 130, 1], [1] * 4, block_size))
+    check(*scene([40, 13, 130, 1], [1, 13, 30, 1], block_size))
+    check(*scene([40, 13], [5, 13], block_size))
+
+
+@pytest.mark.parametrize(("group_size", "head_dim"), [(1, 8), (4, 80)])
+def test_groups_and_head_sizes(group_size, head_dim):
+    """Each shape is compiled for seconds, so these are few."""
+    check(*scene([70, 9, 33], [1, 1, 1], 4, group_size=group_size, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 4, 7])
+def test_few_sequences_and_many_are_shared_out_differently(num_seqs):
+    check(*scene([10 * n + 1 for n in range(num_seqs)], [1] * num_seqs, 4))
+
+
+@pytest.mark.parametrize("sliding_window", [1, 7, 33, 100])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_windows_and_capped_logits(sliding_window, softcap):
+    query, pool, batch = scene([90, 22], [1, 1], 4)
+    check(query, pool, batch, sliding_window=sliding_window, softcap=softcap, scaling=0.7)
+
+
+def test_large_logits():
+    """exp of them is beyond float32; a softmax is not."""
+    check(*scene([100, 40], [1, 1], 4), scaling=20.0, tolerance=1e-3)
+
+
+def test_a_context_of_no_tokens_gives_zeros():
+    query, pool, batch = scene([5, 9], [1, 1], 4)
+    batch.context_lens[0] = 0
+    output = NumbaAttention()(query, *pool.layer(0), batch, scaling=1.0)
+    assert not output[0].any()
+    assert output.isfinite().all()
+
+
+def test_two_sequences_may_share_blocks():
+    query, pool, batch = scene([20, 20], [1, 1], 4)
+    batch.block_tables[1] = batch.block_tables[0]
+    check(query, pool, batch)
+
+
+def test_each_step_is_planned_anew():
+    """Also for a batch of the same size; the second layer of a step uses the plan of the first."""
+    reader = NumbaAttention()
+    for lengths in ([40, 13], [13, 40], [25, 26]):
+        query, pool, batch = scene(lengths, [1, 1], 4, seed=lengths[0])
+        for _ in "layers":
+            found = reader(query, *pool.layer(0), batch, scaling=0.25)
+            expected = GatherAttention()(query, *pool.layer(0), batch, scaling=0.25)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.full)])
+def test_any_batch(examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 4)), min_size=1, max_size=6),
+        block_size=st.sampled_from([1, 2, 3, 16, 32, 128]),
+        sliding_window=st.sampled_from([None, None, 3, 64, 70]),
+        seed=st.integers(0, 99),
+    )
+    def run(lengths, block_size, sliding_window, seed):
+        new = [max(1, count - 2) for _, count in lengths]
+        context_lens = [cached + count for (cached, _), count in zip(lengths, new, strict=True)]
+        query, pool, batch = scene(context_lens, new, block_size, seed=seed)
+        check(query, pool, batch, sliding_window=sliding_window)
+
+    run()
+
+
+def test_tokens_are_those_of_chapter_1(tiny, solo_run):
+    """With preemptions, and a pool full of NaN."""
+    llm = LLM(*tiny, kv=KVOptions("paged", 40, 30, block_size=4, attention="numba"))
+    llm.engine.runner.pool.keys.fill_(float("nan"))
+    llm.engine.runner.pool.values.fill_(float("nan"))
+    preempted = []
+    llm.engine.on_step = lambda step: preempted.extend(step.preempted)
+    prompts = [[7], list(range(9)), [3, 1, 4, 1, 5]]
+    params = SamplingParams(max_tokens=9)
+    answers = llm.generate(prompts * 2, params, progress=False)
+    assert [a.token_ids for a in answers] == [solo_run(p, params)[0] for p in prompts] * 2
+    assert preempted
+
+
+def test_half_precision_is_refused_with_the_way_out():
+    with pytest.raises(RequestError, match=r"float32 on a CPU.*torch.bfloat16 on cpu: use gather"):
+        paged_reader("numba", "cpu", torch.bfloat16)
