@@ -46,14 +46,8 @@ def excerpt(source: str, options: str) -> str:
 
 
 def _definition(source: str, name: str, nodoc: bool, head: bool) -> str:
-    tree, node = ast.parse(source), None
-    body = tree.body
-    for part in name.split("."):
-        node = next((n for n in body if part in _names(n)), None)
-        if node is None:
-            raise ValueError(f"there is no {name!r} to quote")
-        body = getattr(node, "body", [])
-    assert node is not None
+    node = _find(source, name)
+    body = getattr(node, "body", [])
     lines = source.splitlines()
     first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
     last = node.end_lineno
@@ -70,11 +64,29 @@ def _definition(source: str, name: str, nodoc: bool, head: bool) -> str:
     return "\n".join(line[indent:] for line in kept)
 
 
+def line_of(source: str, name: str) -> int:
+    """The line where a function, class, method, field or constant is defined."""
+    return _find(source, name).lineno
+
+
+def _find(source: str, name: str) -> ast.stmt:
+    node, body = None, ast.parse(source).body
+    for part in name.split("."):
+        node = next((n for n in body if part in _names(n)), None)
+        if node is None:
+            raise ValueError(f"there is no {name!r}")
+        body = getattr(node, "body", [])
+    assert node is not None
+    return node
+
+
 def _names(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
     return []
 
 

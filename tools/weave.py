@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import nbformat
-from chapter_text import MARKED, excerpt, output_after, parse_output, python_cells
+from chapter_text import MARKED, excerpt, line_of, output_after, parse_output, python_cells
 
 from minivllm.course.chapters import PACKAGE, ROOT, Chapter, all_chapters, find_chapter
 
@@ -84,6 +84,20 @@ def weave_outputs(text: str, notebook: nbformat.NotebookNode, figures: Path | No
     return "".join(pieces) + text[position:]
 
 
+LINE_LINK = re.compile(r"\[`([\w.]+)`\]\((\S+\.py)#L\d+\)")
+
+
+def weave_line_links(text: str, folder: Path) -> str:
+    """Links like [`Engine.step`](../minivllm/engine.py#L7), each with the line as it is now."""
+
+    def fill(match: re.Match) -> str:
+        name, target = match[1], match[2]
+        source = (folder / target).read_text(encoding="utf-8")
+        return f"[`{name}`]({target}#L{line_of(source, name)})"
+
+    return LINE_LINK.sub(fill, text)
+
+
 def woven(chapter: Chapter, *, write_figures: bool = False) -> str:
     """The README as it should be, given the package, the benchmarks and the saved notebook."""
     text = weave_tables(weave_excerpts(chapter.text.read_text(encoding="utf-8")))
@@ -138,6 +152,60 @@ def compare_table(result: dict) -> str:
     )
 
 
+def improvements_table(result: dict) -> str:
+    rows = "".join(
+        f"| {row['sequences']} x {row['prompt_len']:,} | {row['least_ms']:.0f} | "
+        f"{row['ms']['plain']:.0f} | {row['ms']['products']:.0f} | {row['ms']['layers']:.0f} | "
+        f"{row['ms']['numba']:.0f} | {row['ms']['plain'] / row['ms']['numba']:.2f} |\n"
+        for row in result["rows"]
+    )
+    machine = result["machine"]
+    return (
+        "| sequences x tokens | at least, ms | model's layers, gather | faster products | "
+        f"fewer calls | numba reads | gain |\n|---|---|---|---|---|---|---|\n{rows}\n"
+        f"ms of a decode step, medians of {result['steps']} alternating steps in float32, on "
+        f"{machine['processor']} with {machine['cores']} cores, which read memory at "
+        f"{result['read_bytes_per_s'] / 1e9:.0f} GB/s, torch {machine['torch']}.\n"
+    )
+
+
+def step_parts_table(result: dict) -> str:
+    names = list(result["rows"][0]["parts"])
+    rows = "".join(
+        f"| {row['sequences']} x {row['prompt_len']:,} | "
+        + " | ".join(f"{row['parts'][name]:.1f}" for name in names)
+        + " |\n"
+        for row in result["rows"]
+    )
+    return f"| ms of a step | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n{rows}\n"
+
+
+def engine_table(result: dict) -> str:
+    names = {
+        "paged-numba": "minivllm", "vllm-eager": "vLLM, eager", "vllm-default": "vLLM, compiled",
+        "generate": "generate", "bare": "bare model",
+    }  # fmt: skip
+    rows = ""
+    for case, systems in result["cases"].items():
+        cells = [
+            f"{systems[name]['prefill']:.0f} / {systems[name]['decode']:.0f}"
+            if name in systems
+            else ""
+            for name in names
+        ]
+        ratio = result["ratios"][case]
+        cells.append(f"{ratio['prefill_to_vllm']:.2f} / {ratio['decode_to_vllm']:.2f}")
+        rows += f"| {case} | {' | '.join(cells)} |\n"
+    machine = result["machine"]
+    return (
+        f"| sequences x prompt | {' | '.join(names.values())} | times vLLM's better mode |\n"
+        f"|---|{'---|' * (len(names) + 1)}\n{rows}\n"
+        f"Prefill / decode, tokens/s; medians of {result['rounds']} alternating runs in float32, "
+        f"on {machine['processor']} with {machine['cores']} cores, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, vLLM {result['versions']['vllm']}.\n"
+    )
+
+
 def kernel_report_table(result: dict) -> str:
     rows = "".join(
         f"| {r['target']} | {r['registers']} | {r['spills']} | {r['shared']:,} | "
@@ -166,6 +234,9 @@ TABLES = {
     "compare": compare_table,
     "compare_full": compare_table,
     "kernel_report": kernel_report_table,
+    "improvements": improvements_table,
+    "improvements parts": step_parts_table,
+    "engine": engine_table,
 }
 
 
@@ -176,7 +247,7 @@ def weave_tables(text: str) -> str:
         if match[1] != "table":
             return match[0]
         name = match[2].strip()
-        path = ROOT / "benchmarks" / "results" / f"{name}.json"
+        path = ROOT / "benchmarks" / "results" / f"{name.split()[0]}.json"
         table = TABLES[name](json.loads(path.read_text(encoding="utf-8")))
         return f"<!-- table: {name} -->\n{table}<!-- end -->\n"
 
@@ -190,12 +261,14 @@ def main() -> int:
     parser.add_argument("--excerpts-only", action="store_true", help="before a notebook is built")
     arguments = parser.parse_args()
     stale = 0
-    readme = ROOT / "README.md"
-    if (new := weave_tables(readme.read_text(encoding="utf-8"))) != readme.read_text("utf-8"):
-        stale += 1
-        print(("out of step" if arguments.check else "woven") + f": {readme}")
-        if not arguments.check:
-            readme.write_text(new, encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        old = path.read_text(encoding="utf-8")
+        new = weave_line_links(weave_tables(old), path.parent)
+        if new != old:
+            stale += 1
+            print(("out of step" if arguments.check else "woven") + f": {path}")
+            if not arguments.check:
+                path.write_text(new, encoding="utf-8")
     for chapter in map(find_chapter, arguments.chapters) if arguments.chapters else all_chapters():
         old = chapter.text.read_text(encoding="utf-8")
         if arguments.excerpts_only:

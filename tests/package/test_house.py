@@ -32,9 +32,12 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 def imports_of(path, *, for_types=True):
     """Modules that a file imports; for_types=False leaves out what only a type checker reads."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
         if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            node.body = []
+            continue
+        nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
