@@ -221,9 +221,9 @@ def kernel_report_table(result: dict) -> str:
 
 
 def measured_on(result: dict) -> str:
-    machine = result["machine"]
+    machine, rounds = result["machine"], result["settings"]["rounds"]
     return (
-        f"Medians of {result['settings']['rounds']} alternating runs in float32, on "
+        f"{'Medians of %d alternating runs' % rounds if rounds > 1 else 'One run'} in float32, on "
         f"{machine['processor']} with {machine['cores']} cores, torch {machine['torch']}.\n"
     )
 
