@@ -3,8 +3,8 @@
 A decode step multiplies a few rows by every weight. Two things beside reading the weights cost time
 on a CPU. First the product: torch has two calls for it, `x @ W.T` and `(W @ x.T).T`, and which is
 faster depends on the processor, the weight's shape and the number of rows. Both are timed once, at
-start-up. Second the many small calls between the products: a Llama layer is written here with a
-third of them. The weights stay where they are, and nothing is copied.
+start-up. Second the many small calls between the products: a Llama layer is written here with
+fewer of them. The weights stay where they are, and nothing is copied.
 """
 
 import time

@@ -18,7 +18,8 @@ NUMBER = re.compile(
     r"(?<![\w.#§-])(\d{1,3}(?:,\d{3})+|\d+\.\d+|\d+(?= ?%|  *(?:points|times)))(?![\w]|\.\d)"
 )
 SOURCED = re.compile(
-    r"\b(paper|Figure \d|vendor|states|reports|et al\.|Bug \d|[Ee]xercise|[Cc]hapters? \d|https?:)"
+    r"\b(paper|Figure \d|vendor|states|reports|et al\.|Bugs? \d|[Ee]xercise|[Cc]hapters? \d"
+    r"|https?:)"
 )
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 

@@ -222,8 +222,9 @@ def kernel_report_table(result: dict) -> str:
 
 def measured_on(result: dict) -> str:
     machine, rounds = result["machine"], result["settings"]["rounds"]
+    runs = f"Medians of {rounds} alternating runs" if rounds > 1 else "One run"
     return (
-        f"{'Medians of %d alternating runs' % rounds if rounds > 1 else 'One run'} in float32, on "
+        f"{runs} in float32, on "
         f"{machine['processor']} with {machine['cores']} cores, torch {machine['torch']}.\n"
     )
 

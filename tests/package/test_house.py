@@ -1,6 +1,7 @@
 """The house: small files, imports that run one way, a memory/ without torch, no triton needed."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import minivllm
+from minivllm.course.chapters import ROOT
 
 PACKAGE = Path(minivllm.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -67,6 +69,32 @@ def test_imports_run_one_way(path):
         part = part_of(module)
         if part is not None and part != own and part != "__version__":
             assert RANK[part] <= RANK[own], f"{own} imports {part}"
+
+
+# Parts that the map of the code shows as one.
+GROUPS = {
+    "runners": {"runners", "fast_layers", "fast_math"},
+    "models": {"models", "packaged_model"},
+    "text": {"sampler", "detokenizer"},
+    "assembly": {"stages", "llm"},
+    "ground": {"sequence", "sampling_params", "errors"},
+}
+GROUP = {part: group for group, parts in GROUPS.items() for part in parts}
+
+
+def test_the_picture_shows_the_imports():
+    found = set()
+    for path in FILES:
+        own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if own.startswith("__"):
+            continue
+        for module in imports_of(path, for_types=False):
+            part = part_of(module)
+            if part and not part.startswith("__"):
+                found.add((GROUP.get(own, own), GROUP.get(part, part)))
+    found = {(a, b) for a, b in found if a != b and b != "ground"}
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("```mermaid")[1].split("```")[0]
+    assert set(re.findall(r"(\w+) --> (\w+)", picture)) == found
 
 
 def test_the_core_stays_small():

@@ -22,7 +22,7 @@ class Batch:
     query_start_loc: S + 1 numbers; sequence i has the tokens query_start_loc[i] to [i + 1].
     context_lens: S numbers; tokens of the sequence after this step, all of which it may see.
     block_tables: S block tables, as the KV cache manager keeps them.
-    last_token: [number sampled]; the tokens after which a next one is drawn.
+    last_token: [number sampled]; the rows of this batch after which a next token is drawn.
     """
 
     input_ids: Tensor

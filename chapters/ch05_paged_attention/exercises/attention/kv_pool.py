@@ -13,7 +13,7 @@ class KVPool:
     """K and V in blocks of slots; with block_size 1 a block is a slot.
 
     keys, values: [num_layers, num_blocks, block_size, num_kv_heads, head_dim]. What no request
-    has written is whatever the memory held before: a reader must not look at it.
+    has written must not be read. It is zero at first, and later what somebody left there.
     """
 
     def __init__(
@@ -21,8 +21,9 @@ class KVPool:
         *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        # Written now: a system hands out memory at the first touch, else in the middle of a step.
+        self.keys = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.values = torch.empty_like(self.keys).zero_()
         self.block_size = block_size
 
     @property
