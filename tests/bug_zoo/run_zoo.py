@@ -45,7 +45,7 @@ def run_in_fork(chapter: Chapter, bug: Bug, folder: Path) -> int:
         status = pytest.main(
             [str(chapter.tests), "--impl", str(folder / "package"), "-x", "-q", "--tb=no",
              "-p", "no:cacheprovider", "--hypothesis-profile", "no-shrink",
-             "-m", "not full and not real_model"]
+             "-m", "not full"]
         )  # fmt: skip
     except BaseException:
         traceback.print_exc()

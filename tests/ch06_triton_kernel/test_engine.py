@@ -39,6 +39,7 @@ def test_auto_is_gather_without_cuda():
     assert isinstance(paged_reader("auto", "mps", torch.float32), GatherAttention)
 
 
+@pytest.mark.own_process
 def test_without_interpreter_or_gpu_the_way_out_is_named():
     code = (
         "import torch, triton\nfrom minivllm.stages import paged_reader\n"

@@ -111,6 +111,7 @@ print("equal")
 """
 
 
+@pytest.mark.own_process
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere empty memory is not free of charge")
 def test_a_pool_of_more_elements_than_int32_can_count():
     """In a process of its own: a wrong address ends it. The pool is never touched but at its end,
@@ -130,6 +131,7 @@ def test_a_slot_beyond_int32():
     assert slots_of([40_000], 65_536, 0, 2).tolist() == [2_621_440_000, 2_621_440_001]
 
 
+@pytest.mark.own_process
 def test_the_gpu_benchmark_can_be_rehearsed():
     """Every path of it that needs no GPU: equal to the gather, and each peer gives a time."""
     result = subprocess.run(

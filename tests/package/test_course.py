@@ -247,7 +247,7 @@ def test_excerpts(names, expected):
 
 
 def test_an_excerpt_of_something_that_is_gone_is_an_error():
-    with pytest.raises(ValueError, match=r"there is no 'A\.ten' to quote"):
+    with pytest.raises(ValueError, match=r"there is no 'A\.ten'"):
         excerpt(SOURCE, "A.ten")
 
 
