@@ -7,6 +7,13 @@ from hypothesis import Phase, settings
 # For runs that are expected to fail, and of which nobody reads the examples.
 settings.register_profile("no-shrink", phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
+
+def pytest_configure(config):
+    # A reader's files fail often, and shrinking what a random engine did takes minutes.
+    if config.getoption("--impl") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("no-shrink")
+
+
 # Triton decides when it is first imported whether its kernels are compiled or interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

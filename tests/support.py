@@ -126,6 +126,7 @@ def check_books(engine):
     assert all(engine.is_live(request_id) for request_id in ids)
     assert len(scheduler.running) <= scheduler.max_running
     assert all(seq.num_computed == 0 for seq in scheduler.waiting)
+    assert all(seq.num_scheduled == 0 for seq in [*scheduler.waiting, *scheduler.running])
     if isinstance(engine.runner, PastKeyValuesRunner):
         extra = set(engine.runner.caches) - {seq.request_id for seq in scheduler.running}
         assert not extra, f"caches of {extra} are still held: was runner.release called for them?"

@@ -94,6 +94,9 @@ def models_named(model: str) -> list[tuple[str, KVShape, str]]:
         entries = known.values() if model == "all" else [known[model]]
         return [(entry.name, entry.shape, entry.dtype) for entry in entries]
 
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise RequestError(f"there is no folder {model}")
+
     from minivllm.models import TINY_RANDOM, load_config
 
     if "/" not in model and model != TINY_RANDOM and not Path(model).is_dir():

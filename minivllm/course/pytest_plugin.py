@@ -108,7 +108,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         print(f"\n{len(wrong)} tests fail in code that is written: {shown}")
     if missing:
         count = len({exercise[:2] for exercise in missing})
-        print(f"\nRed is expected here: {count} of the exercises are not written yet.")
+        exercises = "exercise is" if count == 1 else "exercises are"
+        print(f"\nRed is expected here: {count} {exercises} not written yet.")
         chapter, number, what = missing[0]
         first = "First comes" if not wrong else "Next comes"
         print(f"{first} exercise {chapter}.{number}: {what}")

@@ -104,7 +104,14 @@ def test_both_consequences():
 
 
 @pytest.mark.parametrize(
-    ("memory", "expected"), [(117_964_800 * 9, 9), (117_964_800 * 9 - 1, 8), (0, 0), (2**30, 9)]
+    ("memory", "expected"),
+    [
+        (117_964_800 * 9, 9),
+        (117_964_800 * 9 - 1, 8),
+        (0, 0),
+        (2**30, 9),
+        (117_964_800 * 10**12 - 1, 10**12 - 1),  # more digits than a float has
+    ],
 )
 def test_requests_that_fit(memory, expected):
     assert num_requests_that_fit(memory, KVShape(30, 3, 64), 2560, 4) == expected
@@ -124,6 +131,17 @@ def test_the_formula_is_the_bytes_of_a_real_cache(tiny, dtype, num_tokens):
 def test_old_configs_split_the_hidden_size_and_share_no_heads():
     config = transformers.GPT2Config(n_layer=3, n_head=4, n_embd=20)
     assert kv_shape(config) == KVShape(num_layers=3, num_kv_heads=4, head_dim=5)
+
+
+def test_a_number_of_kv_heads_that_is_none_shares_no_heads():
+    config = transformers.GPT2Config(n_layer=3, n_head=4, n_embd=20)
+    config.num_key_value_heads = None
+    assert kv_shape(config).num_kv_heads == 4
+
+
+def test_the_text_model_of_a_config_that_wraps_it():
+    config = transformers.Gemma3Config(text_config=sliding_config())
+    assert kv_shape(config) == KVShape(num_layers=6, num_kv_heads=2, head_dim=8)
 
 
 def test_head_dim_may_differ_from_the_split():

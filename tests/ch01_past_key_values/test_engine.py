@@ -150,6 +150,7 @@ def test_an_idle_engine_returns_an_empty_list(engine):
     assert engine.step() == []
     request_id = engine.add_request([1], SamplingParams())
     engine.abort(request_id)
+    engine.on_step = lambda step: pytest.fail("on_step is called although nothing is scheduled")
     assert engine.step() == []
     held_nothing(engine)
 
@@ -350,6 +351,31 @@ def test_a_step_that_fails_loses_no_request(tiny, solo_run, failing_call, error)
         engine.runner.model.forward = forward
     for request_id, prompt in zip(ids, PROMPTS, strict=False):
         assert tokens_of(increments[request_id]) == solo_run(prompt, params)[0]
+    held_nothing(engine)
+
+
+def test_a_step_that_preempts_and_fails_keeps_no_old_cache(tiny, solo_run):
+    """Whoever was preempted in it comes back with a new cache, not with the one it had."""
+    failures = []
+
+    def fail_once(step):
+        if step.preempted and not failures:
+            failures.append(step)
+            raise MemoryError("no memory")
+
+    engine = make_engine(*tiny, kv_cache=LimitedCache(16), on_step=fail_once)
+    params = SamplingParams(max_tokens=9)
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8] * 6]
+    increments = {engine.add_request(prompt, params): [] for prompt in prompts}
+    while engine.has_unfinished:
+        try:
+            for increment in engine.step():
+                increments[increment.request_id].append(increment)
+        except MemoryError:
+            check_books(engine)
+    assert failures, "nobody was preempted: the test shows nothing"
+    for found, prompt in zip(increments.values(), prompts, strict=True):
+        assert tokens_of(found) == solo_run(prompt, params)[0]
     held_nothing(engine)
 
 

@@ -53,8 +53,29 @@ def test_top_p_keeps_what_transformers_keeps(sorted_logits):
     assert torch.equal(ours[-1], sorted_logits[-1])
 
 
+def test_top_k_counts_equal_logits_one_by_one():
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
+    assert kept(keep_top_k(logits, torch.tensor([2]))) == [{0, 1}]
+
+
+def test_top_p_of_one_keeps_everything():
+    """Also where the sum of the first probabilities rounds to 1, or to a little more."""
+    torch.manual_seed(3)
+    rows = (8 * torch.randn(400, VOCAB, dtype=torch.float64)).sort(descending=True).values
+    probs = rows.softmax(-1)
+    reached = probs.cumsum(-1) - probs >= 1
+    assert reached.any(), "no such row: the test shows nothing"
+    assert torch.equal(keep_top_p(rows, torch.ones(400, dtype=torch.float64)), rows)
+
+
+def test_top_p_that_is_just_reached_keeps_nothing_more():
+    """Four times a quarter, without rounding: two reach 0.5."""
+    logits = torch.zeros(1, 4, dtype=torch.float64)
+    assert kept(keep_top_p(logits, torch.tensor([0.5], dtype=torch.float64))) == [{0, 1}]
+
+
 def test_top_p_by_hand():
-    """Probabilities 0.5, 0.3, 0.15, 0.05: 0.7 needs the first two, 0.8 just reaches them."""
+    """Probabilities 0.5, 0.3, 0.15, 0.05: 0.7 needs the first two, 0.81 the third."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log().repeat(4, 1)
     top_p = torch.tensor([0.4, 0.7, 0.81, 1e-8], dtype=torch.float64)
     assert kept(keep_top_p(logits, top_p)) == [{0}, {0, 1}, {0, 1, 2}, {0}]

@@ -127,11 +127,13 @@ def test_the_newest_is_preempted_and_keeps_its_tokens():
 
 def test_a_preempted_sequence_recomputes_prompt_and_output():
     a, b = sequence("a", 4, 5), sequence("b", 4, 5)
-    scheduler = scheduler_with(a, b, kv_cache=LimitedCache(10))
+    cache = LimitedCache(10)
+    scheduler = scheduler_with(a, b, kv_cache=cache)
     for _ in range(3):
         run_step(scheduler)
     scheduler.remove(a)
     assert run_step(scheduler)[0] == {"b": 6}  # prompt 4 + 2 generated
+    assert cache.held == {"b": 6}, "room for all its tokens"
     assert len(b.generated_token_ids) == 3
 
 

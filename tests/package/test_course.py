@@ -100,7 +100,7 @@ def test_untouched_starters_are_red_in_the_announced_way(chapter):
     assert result.returncode == 1
     last = result.stdout.strip().splitlines()[-2:]
     assert last[0] == (
-        f"Red is expected here: {len(chapter.exercises)} of the exercises are not written yet."
+        f"Red is expected here: {len(chapter.exercises)} exercises are not written yet."
     )
     assert last[1].startswith(f"First comes exercise {chapter.exercises[0].number}: ")
     assert "NotImplementedError" not in result.stdout
