@@ -108,7 +108,8 @@ class Engine:
     def step(self) -> list[Increment]:
         """Computes the scheduled tokens of everybody; one increment per sampled token.
 
-        Returns an empty list when nothing runs or only parts of prompts were computed.
+        Returns an empty list when only parts of prompts were computed, or nothing is scheduled:
+        then neither runner nor on_step is called.
         """
         raise NotImplementedError("exercise 1.3: Engine.step")
 
