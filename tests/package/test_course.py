@@ -1,10 +1,13 @@
 """The course's machinery: starters, overlay, announced red, and that text and code are in step."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 
@@ -52,10 +55,29 @@ def test_figures_are_those_of_the_notebook(chapter):
     assert saved == [(figures / name).read_bytes() for name in named]
 
 
+def check_notebook(chapter):
+    return subprocess.run(
+        [sys.executable, "tools/build_notebooks.py", "--check", str(chapter.number)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def notebook_checks(request):
+    """The checks of all notebooks that are asked for, two at a time with one thread each."""
+    name = test_the_notebook_has_every_cell_of_the_text_and_runs.__name__
+    items = [i for i in request.session.items if getattr(i, "originalname", None) == name]
+    chapters = sorted({i.callspec.params["chapter"] for i in items}, key=lambda c: -c.number)
+    with ThreadPoolExecutor(2) as pool:  # the last chapters take longest
+        yield {chapter: pool.submit(check_notebook, chapter) for chapter in chapters}
+
+
 @each_chapter
-def test_the_notebook_has_every_cell_of_the_text_and_runs(chapter):
+def test_the_notebook_has_every_cell_of_the_text_and_runs(chapter, notebook_checks):
     """Runs it from the notebooks folder, without a display; what is printed is what is written."""
-    assert build_notebooks.check(chapter) == []
+    result = notebook_checks[chapter].result()
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @each_chapter
@@ -85,18 +107,38 @@ def test_the_text_names_every_bug_and_exercise_that_exists(chapter):
 # The overlay, from outside: as a reader runs it.
 
 
-def run_pytest(chapter, *arguments):
-    command = [sys.executable, "-m", "pytest", "-q", f"tests/{chapter.name}", *arguments]
+def run_pytest(chapter, folder):
     return subprocess.run(
-        [*command, "-m", "not full and not real_model", "-p", "no:cacheprovider",
-         "--hypothesis-profile", "no-shrink"],
+        [sys.executable, "-m", "pytest", "-q", f"tests/{chapter.name}", "--impl", str(folder),
+         "-m", "not full", "-p", "no:cacheprovider"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def reader_runs(tmp_path_factory):
+    """reader_runs(chapter): its tests on the untouched starters and on the package's bodies.
+
+    Side by side, since each takes as long as the chapter's tests and leaves a core idle.
+    """
+
+    @cache
+    def run(chapter):
+        work = tmp_path_factory.mktemp("work")
+        for exercise in chapter.exercises:
+            target = work / chapter.name / exercise.module
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(PACKAGE / exercise.module, target)
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(run_pytest, (chapter, chapter), (chapter.starters, work)))
+
+    return run
+
+
 @each_chapter
-def test_untouched_starters_are_red_in_the_announced_way(chapter):
-    result = run_pytest(chapter, "--impl", str(chapter.starters))
+def test_untouched_starters_are_red_in_the_announced_way(chapter, reader_runs):
+    result, _ = reader_runs(chapter)
     assert result.returncode == 1
     last = result.stdout.strip().splitlines()[-2:]
     assert last[0] == (
@@ -107,12 +149,8 @@ def test_untouched_starters_are_red_in_the_announced_way(chapter):
 
 
 @each_chapter
-def test_with_the_package_s_bodies_the_exercises_are_green(chapter, tmp_path):
-    for exercise in chapter.exercises:
-        target = tmp_path / "work" / chapter.name / exercise.module
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(PACKAGE / exercise.module, target)
-    result = run_pytest(chapter, "--impl", str(tmp_path / "work"))
+def test_with_the_package_s_bodies_the_exercises_are_green(chapter, reader_runs):
+    _, result = reader_runs(chapter)
     assert result.returncode == 0, result.stdout
     assert "Red is expected" not in result.stdout
 
