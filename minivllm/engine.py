@@ -105,8 +105,7 @@ class Engine:
     def step(self) -> list[Increment]:
         """Computes the scheduled tokens of everybody; one increment per sampled token.
 
-        Returns an empty list when only parts of prompts were computed, or nothing is scheduled:
-        then neither runner nor on_step is called.
+        Returns [] after parts of prompts only, and, without calling the runner, with nothing to do.
         """
         step = self.scheduler.schedule()
         for seq in step.preempted:

@@ -108,8 +108,7 @@ class Engine:
     def step(self) -> list[Increment]:
         """Computes the scheduled tokens of everybody; one increment per sampled token.
 
-        Returns an empty list when only parts of prompts were computed, or nothing is scheduled:
-        then neither runner nor on_step is called.
+        Returns [] after parts of prompts only, and, without calling the runner, with nothing to do.
         """
         raise NotImplementedError("exercise 1.3: Engine.step")
 

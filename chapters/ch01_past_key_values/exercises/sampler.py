@@ -16,8 +16,7 @@ def keep_top_k(sorted_logits: Tensor, top_k: Tensor) -> Tensor:
     """Keeps the top_k largest logits of each row and sets the others to -inf.
 
     sorted_logits: [num_rows, vocab_size], each row from largest to smallest.
-    top_k: [num_rows], whole numbers of any dtype (Sampler gives float64); 0 keeps the whole row,
-        and so does more than vocab_size.
+    top_k: [num_rows], whole numbers of any dtype; 0 and what exceeds vocab_size keep the whole row.
     """
     raise NotImplementedError("exercise 1.1: keep_top_k")
 
