@@ -105,7 +105,7 @@ class Engine:
     def step(self) -> list[Increment]:
         """Computes the scheduled tokens of everybody; one increment per sampled token.
 
-        Returns [] after parts of prompts only, and, without calling the runner, with nothing to do.
+        Returns an empty list when nothing runs or only parts of prompts were computed.
         """
         step = self.scheduler.schedule()
         for seq in step.preempted:

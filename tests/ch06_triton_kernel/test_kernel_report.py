@@ -86,6 +86,6 @@ def test_several_targets_after_one_option():
     ],
 )
 def test_bad_options_are_refused_in_one_line(arguments, words, monkeypatch, capsys):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # put back after the test
     assert run_cli(["kernel-report", *arguments]) == 1
     assert words in " ".join(capsys.readouterr().err.split())

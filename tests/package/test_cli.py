@@ -44,6 +44,7 @@ def run(monkeypatch, capsys):
         (["no-such-command"], "No such command"),
         (["generate", "x", "--no-such-option"], "No such option"),
         (["kv-size", "unknown"], "unknown model 'unknown'"),
+        (["kv-size", "./no/folder"], "there is no folder ./no/folder"),
         (["kv-size", "gpt2", "--tokens", "0"], "--tokens is 0"),
         (["kv-size", "gpt2", "--sequences", "-2"], "--sequences is -2"),
         (["kv-size", "gpt2", "--dtype", "float99"], "--dtype is 'float99'"),
