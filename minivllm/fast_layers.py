@@ -1,14 +1,16 @@
 """FastLayers: the same layers of the same model, computed with less time around the products.
 
-A decode step multiplies a few rows by every weight. Two things beside reading the weights cost time
-on a CPU. First the product: torch has two calls for it, `x @ W.T` and `(W @ x.T).T`, and which is
-faster depends on the processor, the weight's shape and the number of rows. Both are timed once, at
-start-up. Second the many small calls between the products: a Llama layer is written here with
-fewer of them. The weights stay where they are, and nothing is copied.
+A step multiplies a few rows, or some hundreds, by every weight. Two things beside reading the
+weights cost time on a CPU. First the product: torch has several calls for it, by two libraries, and
+which is fastest depends on the processor, the weight's shape and the number of rows. They are timed
+once, at start-up. Second the many small calls between the products: a Llama layer is written here
+with fewer of them. The weights stay where they are, and nothing is copied.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +20,15 @@ from torch import Tensor
 from minivllm.attention.hf import KVAccess, pool_attention
 from minivllm.fast_math import rms_norm, rotate
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # above, the usual product is as good
+ROWS = (1, 4, 16, 64, 256, 512)  # the numbers of rows that are timed
 SMALLEST = 2**16  # bytes of a weight; below, there is nothing to gain
 SAMPLE = 2**25  # bytes of weights of one shape that are timed: more than a core's own cache
+LARGEST = 2**30  # multiplications of a product that is timed; more rows get what fewer rows have
 ROUNDS = 3
-GAIN = 0.95  # the other product is taken where it needs less than this share of the time
+GAIN = 0.95  # another product is taken where it needs less than this share of the usual one's time
 
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
+WeightProduct = Callable[[Tensor, Tensor], Tensor]  # the same, and the weight [out, in]
 
 
 class FastLayers:
@@ -39,8 +43,8 @@ class FastLayers:
         weights: dict[torch.Size, list[Tensor]] = {}
         for linear in linears:
             weights.setdefault(linear.weight.shape, []).append(linear.weight.detach())
-        self.turned_rows = {shape: turned_rows(same) for shape, same in weights.items()}
-        products = {m: product_of(m, self.turned_rows[m.weight.shape]) for m in linears}
+        self.fastest = {shape: fastest_products(same) for shape, same in weights.items()}
+        products = {m: product_of(m, self.fastest[m.weight.shape]) for m in linears}
         self._forwards: list[tuple[dict[str, Any], Callable]] = []
         for layer in model.modules():
             is_llama = type(layer).__name__ == "LlamaDecoderLayer"
@@ -120,38 +124,47 @@ def turned(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, x.t()).t()
 
 
-def product_of(linear: torch.nn.Linear, rows_turned: frozenset[int]) -> Product:
-    """rows_turned: members of ROWS for which `turned` is faster."""
+def by_onednn(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+PRODUCTS = (usual, turned, by_onednn) if torch.backends.mkldnn.is_available() else (usual, turned)
+
+
+def product_of(linear: torch.nn.Linear, fastest: SequenceOf[WeightProduct]) -> Product:
+    """fastest: the product for each member of ROWS."""
     weight, bias = linear.weight, linear.bias
-    columns = weight.t()
-    # Which product for 0 to 64 rows: as for the next larger member of ROWS.
-    is_turned = [min(r for r in ROWS if r >= rows) in rows_turned for rows in range(ROWS[-1] + 1)]
+    # For any number of rows: as for the next larger member of ROWS, or the largest.
+    by_rows = [fastest[bisect_left(ROWS, rows)] for rows in range(ROWS[-1])]
+    above = fastest[-1]
 
     def product(x: Tensor) -> Tensor:
         rows = len(x)
-        if rows < len(is_turned) and is_turned[rows]:
-            output = torch.mm(weight, x.t()).t()
-        else:
-            output = torch.mm(x, columns)
+        output = (by_rows[rows] if rows < len(by_rows) else above)(x, weight)
         return output if bias is None else output + bias
 
     return product
 
 
 @torch.inference_mode()
-def turned_rows(weights: list[Tensor]) -> frozenset[int]:
-    """The members of ROWS for which `turned` is clearly faster with weights of this shape."""
-    weights = weights[: max(1, SAMPLE // weights[0].nbytes)]
-    found = set()
+def fastest_products(weights: list[Tensor]) -> list[WeightProduct]:
+    """The fastest product for each member of ROWS, with weights of this shape."""
+    found: list[WeightProduct] = []
     for rows in ROWS:
+        size = rows * weights[0].numel()
+        if size > LARGEST:
+            found.append(found[-1])
+            continue
+        # Fewer weights as rows grow: what then takes the time is to multiply, not to read.
+        some = weights[: max(1, min(SAMPLE // weights[0].nbytes, LARGEST // (8 * size)))]
         x = torch.randn(rows, weights[0].shape[1])
-        fastest = {usual: float("inf"), turned: float("inf")}
+        seconds = dict.fromkeys(PRODUCTS, float("inf"))
         for _ in range(ROUNDS):
-            for product in fastest:
+            for product in PRODUCTS:
                 start = time.perf_counter()
-                for weight in weights:
+                for weight in some:
                     product(x, weight)
-                fastest[product] = min(fastest[product], time.perf_counter() - start)
-        if fastest[turned] < GAIN * fastest[usual]:
-            found.add(rows)
-    return frozenset(found)
+                seconds[product] = min(seconds[product], time.perf_counter() - start)
+        best = min(PRODUCTS, key=seconds.__getitem__)
+        found.append(best if seconds[best] < GAIN * seconds[usual] else usual)
+    return found
