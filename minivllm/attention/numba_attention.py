@@ -1,11 +1,13 @@
 """NumbaAttention: the algorithm of the Triton kernel, compiled for the processor at hand.
 
-What decodes is read where it lies, through the block table, without a gather. Prompts are read by
-the gather: with many queries its copy is small beside the products.
+What decodes is read where it lies, through the block table, without a gather; so is a short prompt,
+each of its tokens like one that decodes. A long prompt is read by the gather: with many queries its
+copy is small beside the products.
 """
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.batch import Batch
-from minivllm.attention.gather import GatherAttention, read_groups
+from minivllm.attention.gather import GatherAttention, ReadGroup, read_groups
 from minivllm.errors import ModelError
 
 try:
@@ -28,6 +30,7 @@ except ImportError as error:
     ) from error
 
 TILE = 64  # tokens looked at together; a multiple of 4
+FEW = 1024  # new tokens times context: up to it a prompt is read by the loop, not by the gather
 # Sums may be taken in any order. NaN and infinity keep their meaning: -inf is "nothing yet".
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
@@ -38,14 +41,15 @@ def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
 
     @njit(parallel=True, fastmath=FASTMATH, nogil=True, cache=True)
     def decode(
-        output: Any, query: Any, keys: Any, values: Any, block_tables: Any, context_lens: Any,
-        rows: Any, block_size: Any, scaling: Any, softcap: Any, window: Any, heads_per_task: Any,
+        output: Any, query: Any, keys: Any, values: Any, block_tables: Any, tables: Any,
+        context_lens: Any, rows: Any, block_size: Any, scaling: Any, softcap: Any, window: Any,
+        heads_per_task: Any,
     ) -> None:  # fmt: skip
-        num_tasks = keys.shape[1] // heads_per_task  # for each sequence
+        num_tasks = keys.shape[1] // heads_per_task  # for each row
         num_queries = heads_per_task * group_size
-        for task in prange(len(context_lens) * num_tasks):
-            sequence, first_kv_head = task // num_tasks, task % num_tasks * heads_per_task
-            context_len, row = context_lens[sequence], rows[sequence]
+        for task in prange(len(rows) * num_tasks):
+            which, first_kv_head = task // num_tasks, task % num_tasks * heads_per_task
+            context_len, row, table = context_lens[which], rows[which], tables[which]
             first_head = first_kv_head * group_size
             q = np.empty((num_queries, head_dim), np.float32)
             for i in range(num_queries):
@@ -54,48 +58,54 @@ def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
             best = np.full(num_queries, -np.inf, np.float32)  # the largest logit so far
             total = np.zeros(num_queries, np.float32)  # sum of exp(logit - best)
             sums = np.zeros((num_queries, head_dim), np.float32)  # sum of exp(logit - best) * V
-            logits, slots = np.empty(TILE, np.float32), np.empty(TILE, np.int64)
+            logits = np.empty((num_queries, TILE), np.float32)
+            slots = np.empty(TILE, np.int64)
             first = max(0, context_len - window) if window > 0 else 0
             for start in range(first, context_len, TILE):
                 count = min(TILE, context_len - start)
                 for t in range(count):
                     token = start + t
-                    block = block_tables[sequence, token // block_size]
+                    block = block_tables[table, token // block_size]
                     slots[t] = block * block_size + token % block_size
                 # Four tokens at a time; what fills the last four up is read, with no weight.
                 filled = (count + 3) // 4 * 4
                 slots[count:filled] = slots[0]
-                for i in range(num_queries):
-                    kv_head = first_kv_head + i // group_size
-                    for t in range(0, filled, 4):
-                        at0, at1, at2, at3 = slots[t], slots[t + 1], slots[t + 2], slots[t + 3]
+                # All heads of a token before the next one: they lie side by side in memory.
+                for t in range(0, filled, 4):
+                    at0, at1, at2, at3 = slots[t], slots[t + 1], slots[t + 2], slots[t + 3]
+                    for i in range(num_queries):
+                        kv_head = first_kv_head + i // group_size
                         dot0 = dot1 = dot2 = dot3 = np.float32(0)
                         for d in range(head_dim):
                             dot0 += q[i, d] * keys[at0, kv_head, d]
                             dot1 += q[i, d] * keys[at1, kv_head, d]
                             dot2 += q[i, d] * keys[at2, kv_head, d]
                             dot3 += q[i, d] * keys[at3, kv_head, d]
-                        logits[t], logits[t + 1], logits[t + 2], logits[t + 3] = (
-                            dot0, dot1, dot2, dot3,
-                        )  # fmt: skip
+                        logits[i, t], logits[i, t + 1] = dot0, dot1
+                        logits[i, t + 2], logits[i, t + 3] = dot2, dot3
+                for i in range(num_queries):
                     new_best = best[i]
                     for t in range(count):
                         if softcap > 0:
-                            logits[t] = softcap * math.tanh(logits[t] / softcap)
-                        new_best = max(new_best, logits[t])
+                            logits[i, t] = softcap * math.tanh(logits[i, t] / softcap)
+                        new_best = max(new_best, logits[i, t])
                     shrink = math.exp(best[i] - new_best)
                     tile_total = np.float32(0)
                     for t in range(count):
-                        logits[t] = math.exp(logits[t] - new_best)
-                        tile_total += logits[t]
-                    logits[count:filled] = 0
+                        logits[i, t] = math.exp(logits[i, t] - new_best)
+                        tile_total += logits[i, t]
+                    logits[i, count:filled] = 0
                     total[i] = total[i] * shrink + tile_total
                     best[i] = new_best
                     for d in range(head_dim):
                         sums[i, d] *= shrink
-                    for t in range(0, filled, 4):
-                        at0, at1, at2, at3 = slots[t], slots[t + 1], slots[t + 2], slots[t + 3]
-                        w0, w1, w2, w3 = logits[t], logits[t + 1], logits[t + 2], logits[t + 3]
+                for t in range(0, filled, 4):
+                    at0, at1, at2, at3 = slots[t], slots[t + 1], slots[t + 2], slots[t + 3]
+                    for i in range(num_queries):
+                        kv_head = first_kv_head + i // group_size
+                        w0, w1, w2, w3 = (
+                            logits[i, t], logits[i, t + 1], logits[i, t + 2], logits[i, t + 3],
+                        )  # fmt: skip
                         for d in range(head_dim):
                             sums[i, d] += (
                                 w0 * values[at0, kv_head, d] + w1 * values[at1, kv_head, d]
@@ -109,31 +119,48 @@ def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
     return decode
 
 
+def is_read_by_loop(num_new: int, context_len: int) -> bool:
+    return num_new == 1 or num_new * context_len <= FEW
+
+
+def is_read_by_gather(group: ReadGroup) -> bool:
+    if not isinstance(group.rows, slice):
+        return False  # sequences that decode
+    return not is_read_by_loop(group.rows.stop - group.rows.start, int(group.context_lens[0]))
+
+
 @dataclass(slots=True)
 class ReadPlan:
     """What the kernel reads beside query, K and V; the same in every layer of a step.
 
-    block_tables: [n, M], filled up with zeros; context_lens: [n]; rows: [n], of the packed batch.
+    block_tables: [n, M], filled up with zeros, of the n sequences that are read by the loop.
+    rows: [R], their rows of the packed batch; tables: [R], whose block table belongs to a row;
+    context_lens: [R], how many tokens of that table the row may see.
     """
 
     block_tables: np.ndarray
-    context_lens: np.ndarray
     rows: np.ndarray
+    tables: np.ndarray
+    context_lens: np.ndarray
 
     @classmethod
     def of(cls, batch: Batch) -> "ReadPlan":
-        num_new = [stop - start for start, stop in pairwise(batch.query_start_loc)]
-        # Threads take sequences in a row: dealt out by length, each gets its share of the work.
-        decoding = [i for i, count in enumerate(num_new) if count == 1]
-        decoding.sort(key=batch.context_lens.__getitem__)
-        decoding = decoding[::2] + decoding[1::2]
-        tables = [batch.block_tables[i] for i in decoding]
-        filled = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int64)
-        for row, table in enumerate(tables):
-            filled[row, : len(table)] = table
-        context_lens = [batch.context_lens[i] for i in decoding]
-        rows = [batch.query_start_loc[i] for i in decoding]
-        return cls(filled, np.array(context_lens, np.int64), np.array(rows, np.int64))
+        found: list[SequenceOf[int]] = []
+        rows: list[tuple[int, int, int]] = []  # (context_len, row, table) of each
+        for i, (start, stop) in enumerate(pairwise(batch.query_start_loc)):
+            context_len = batch.context_lens[i]
+            if is_read_by_loop(stop - start, context_len):
+                before = context_len - stop + 1
+                rows += [(before + row, row, len(found)) for row in range(start, stop)]
+                found.append(batch.block_tables[i])
+        filled = np.zeros((len(found), max(map(len, found), default=0)), dtype=np.int64)
+        for number, table in enumerate(found):
+            filled[number, : len(table)] = table
+        # Threads take rows one behind another: dealt out by length, each gets its share of work.
+        rows.sort()
+        dealt = np.array(rows[::2] + rows[1::2], np.int64).reshape(-1, 3)
+        context_lens, rows_of_batch, tables = np.ascontiguousarray(dealt.T)
+        return cls(filled, rows_of_batch, tables, context_lens)
 
 
 class NumbaAttention(GatherAttention):
@@ -158,7 +185,7 @@ class NumbaAttention(GatherAttention):
     ) -> Tensor:
         if batch is not self._batch:
             groups = read_groups(batch, query.device)
-            self._groups = [group for group in groups if isinstance(group.rows, slice)]
+            self._groups = [group for group in groups if is_read_by_gather(group)]
             self._batch, self._plan = batch, ReadPlan.of(batch)
         output = super().__call__(
             query, keys, values, batch,
@@ -171,7 +198,7 @@ class NumbaAttention(GatherAttention):
             enough = len(plan.rows) >= 2 * self._num_threads
             decode_kernel(query.shape[1] // num_kv_heads, query.shape[2])(
                 output.numpy(), query.contiguous().numpy(), keys.numpy(), values.numpy(),
-                plan.block_tables, plan.context_lens, plan.rows, batch.block_size,
+                plan.block_tables, plan.tables, plan.context_lens, plan.rows, batch.block_size,
                 np.float32(scaling), np.float32(softcap or 0), sliding_window or 0,
                 num_kv_heads if enough else 1,
             )  # fmt: skip
