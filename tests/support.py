@@ -9,6 +9,7 @@ from minivllm.attention.batch import Batch, slots_of
 from minivllm.attention.kv_pool import KVPool
 from minivllm.detokenizer import Detokenizer
 from minivllm.engine import Engine
+from minivllm.llm import LLM
 from minivllm.memory.kv_cache_manager import OutOfSlots, UnboundedCache
 from minivllm.memory.usage import MemoryUsage
 from minivllm.models import eos_token_ids, max_model_len, vocab_size
@@ -17,6 +18,7 @@ from minivllm.sampler import Sampler
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import Sequence
+from minivllm.stages import KVOptions
 
 
 class LimitedCache:
@@ -251,3 +253,19 @@ def scene(context_lens, new, block_size, *, num_kv_heads=2, group_size=3, head_d
     none = torch.empty(0)
     batch = Batch(none, none, none, loc, list(context_lens), tables, block_size, none)
     return query, pool, batch
+
+
+def check_tokens_in_a_small_pool(tiny, solo_run, attention, **budgets):
+    """A reader in the engine: the tokens of chapter 1, through preemptions, a pool full of NaN."""
+    kv = KVOptions("paged", 40, 30, block_size=4, attention=attention)
+    llm = LLM(*tiny, kv=kv, **budgets)
+    llm.engine.runner.pool.keys.fill_(torch.nan)
+    llm.engine.runner.pool.values.fill_(torch.nan)
+    preempted = []
+    llm.engine.on_step = lambda step: preempted.extend(step.preempted)
+    prompts = [[7], list(range(9)), [3, 1, 4, 1, 5]]
+    params = SamplingParams(max_tokens=9)
+    answers = llm.generate(prompts * 2, params, progress=False)
+    assert [a.token_ids for a in answers] == [solo_run(p, params)[0] for p in prompts] * 2
+    assert preempted
+    return llm

@@ -105,7 +105,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         missing = sorted({*missing, *config.stash[UNWRITTEN]}, key=place)
     if wrong:
         shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
-        print(f"\n{len(wrong)} tests fail in code that is written: {shown}")
+        fail = "test fails" if len(wrong) == 1 else "tests fail"
+        print(f"\n{len(wrong)} {fail} in code that is written: {shown}")
     if missing:
         count = len({exercise[:2] for exercise in missing})
         exercises = "exercise is" if count == 1 else "exercises are"

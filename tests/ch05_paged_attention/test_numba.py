@@ -4,16 +4,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import scene
+from support import check_tokens_in_a_small_pool, scene
 
 pytest.importorskip("numba", reason="numba is not installed")
 
 from minivllm.attention.gather import GatherAttention
 from minivllm.attention.numba_attention import NumbaAttention
 from minivllm.errors import RequestError
-from minivllm.llm import LLM
-from minivllm.sampling_params import SamplingParams
-from minivllm.stages import KVOptions, paged_reader
+from minivllm.stages import paged_reader
 
 
 def check(query, pool, batch, *, tolerance=1e-5, **options):
@@ -97,17 +95,7 @@ def test_any_batch(examples):
 
 
 def test_tokens_are_those_of_chapter_1(tiny, solo_run):
-    """With preemptions, and a pool full of NaN."""
-    llm = LLM(*tiny, kv=KVOptions("paged", 40, 30, block_size=4, attention="numba"))
-    llm.engine.runner.pool.keys.fill_(float("nan"))
-    llm.engine.runner.pool.values.fill_(float("nan"))
-    preempted = []
-    llm.engine.on_step = lambda step: preempted.extend(step.preempted)
-    prompts = [[7], list(range(9)), [3, 1, 4, 1, 5]]
-    params = SamplingParams(max_tokens=9)
-    answers = llm.generate(prompts * 2, params, progress=False)
-    assert [a.token_ids for a in answers] == [solo_run(p, params)[0] for p in prompts] * 2
-    assert preempted
+    check_tokens_in_a_small_pool(tiny, solo_run, "numba")
 
 
 def test_half_precision_is_refused_with_the_way_out():

@@ -6,32 +6,22 @@ import sys
 
 import pytest
 import torch
+from support import check_tokens_in_a_small_pool
 
 pytest.importorskip("triton", reason="there is no triton for this system")
 
 from minivllm.attention.gather import GatherAttention
 from minivllm.attention.triton_attention import TritonAttention
 from minivllm.errors import ModelError
-from minivllm.llm import LLM
-from minivllm.sampling_params import SamplingParams
-from minivllm.stages import KVOptions, paged_reader
+from minivllm.stages import paged_reader
 
 
 @pytest.mark.parametrize("max_tokens_per_step", [2048, 6])
 def test_tokens_are_those_of_chapter_1(tiny, solo_run, max_tokens_per_step):
-    """With preemptions, prompts in pieces, and a pool full of NaN."""
-    kv = KVOptions("paged", 40, 30, block_size=4, attention="triton")
-    llm = LLM(*tiny, kv=kv, max_tokens_per_step=max_tokens_per_step)
+    """6: the prompts come in pieces."""
+    budget = {"max_tokens_per_step": max_tokens_per_step}
+    llm = check_tokens_in_a_small_pool(tiny, solo_run, "triton", **budget)
     assert isinstance(llm.engine.runner.attend, TritonAttention)
-    llm.engine.runner.pool.keys.fill_(float("nan"))
-    llm.engine.runner.pool.values.fill_(float("nan"))
-    preempted = []
-    llm.engine.on_step = lambda step: preempted.extend(step.preempted)
-    prompts = [[7], list(range(9)), [3, 1, 4, 1, 5]]
-    params = SamplingParams(max_tokens=9)
-    answers = llm.generate(prompts * 2, params, progress=False)
-    assert [a.token_ids for a in answers] == [solo_run(p, params)[0] for p in prompts] * 2
-    assert preempted
 
 
 def test_auto_is_gather_without_cuda():
