@@ -9,7 +9,6 @@ is told in benchmarks/README.md.
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -18,10 +17,9 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
+from cases import BUDGET, OURS, OUTPUT, STAGES, TRACE, make_cases, text_ids
 from machine import RESULTS, median, write_result
 from systems import (
-    BUDGET,
-    MAX_MODEL_LEN,
     VLLM,
     System,
     bare_model,
@@ -32,45 +30,12 @@ from systems import (
 
 from minivllm.charts.chart import BLUE, GREY, ORANGE, VERMILION, Chart
 from minivllm.compare import TIE, Job
-from minivllm.course.chapters import ROOT
 from minivllm.llm import LLM
 from minivllm.models import load_model
 from minivllm.packaged_model import SMOLLM2
 from minivllm.sampling_params import SamplingParams
-from minivllm.simulation.workloads import load
-from minivllm.stages import KVOptions
 
-SHAPES = [(1, 16), (16, 16), (32, 16), (1, 512), (16, 512), (4, 2048)]
-OUTPUT = 33
-TRACE = "trace"
-KV_SLOTS = 32_768
-OURS = "paged-numba"
-STAGES = {
-    "past_key_values": KVOptions("past_key_values"),
-    "reserve-max": KVOptions("reserved", 32 * MAX_MODEL_LEN, MAX_MODEL_LEN),
-    "paged-gather": KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="gather"),
-    OURS: KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="numba"),
-}
 ONCE = ("past_key_values", "reserve-max", "generate_batch")  # slow, or beside the point
-
-
-def make_cases(text_ids: list[int]) -> dict[str, list[Job]]:
-    """The jobs by case; each prompt is a piece of the text, at another place."""
-
-    def piece(number: int, length: int) -> list[int]:
-        start = 997 * number % (len(text_ids) - length)
-        return text_ids[start : start + length]
-
-    cases = {
-        f"{count} x {length}": [Job(piece(i, length), OUTPUT) for i in range(count)]
-        for count, length in SHAPES
-    }
-    longest = 14_336  # about what the trace's longest requests have; scaled to 2,048
-    cases[TRACE] = [
-        Job(piece(i, max(1, r.prompt_len // 7)), max(2, r.output_len // 7))
-        for i, r in enumerate(load("azure-conv", 48, max_model_len=longest, seed=0))
-    ]
-    return cases
 
 
 def count_equal(
@@ -156,41 +121,6 @@ def own_share(model, tokenizer, jobs: list[Job]) -> float:
         del model.forward
 
 
-def peak_memory() -> None:
-    """In a process of its own (--peak): the trace, then the process's peak beside what it holds."""
-    model, tokenizer = load_model()
-    jobs = make_cases(text_ids(tokenizer))[TRACE]
-    llm = LLM(model, tokenizer, kv=STAGES[OURS], max_tokens_per_step=BUDGET)
-    largest = [0]
-    sample = llm.engine.sampler.sample
-
-    def noted(logits, sequences):
-        largest[0] = max(largest[0], logits.shape[0] / len(sequences))
-        return sample(logits, sequences)
-
-    llm.engine.sampler.sample = noted  # type: ignore[method-assign]
-    for job in jobs:
-        llm.engine.add_request(
-            job.prompt_token_ids, SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
-        )
-    while llm.engine.has_unfinished:
-        llm.engine.step()
-    unit = 1 if sys.platform == "darwin" else 1024
-    weights = sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
-    payload = {
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-        "weight_bytes": weights,
-        "pool_bytes": llm.engine.runner.kv_bytes(),
-        "logit_rows_per_sequence": largest[0],
-    }
-    print(json.dumps(payload))
-
-
-def text_ids(tokenizer) -> list[int]:
-    texts = [path.read_text() for path in sorted(ROOT.glob("chapters/ch0[0-3]*/README.md"))]
-    return tokenizer("\n".join(texts), verbose=False).input_ids
-
-
 def chart(cases: dict[str, dict], machine_name: str) -> Chart:
     shapes = [case for case in cases if case != TRACE]
     compared = {"generate": GREY, "vllm-eager": ORANGE, "vllm-default": VERMILION, OURS: BLUE}
@@ -222,13 +152,10 @@ def main(arguments: SequenceOf[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-python", type=Path)
     parser.add_argument("--cases", nargs="*", help="only these, for example `16 x 16` trace")
-    parser.add_argument("--peak", action="store_true", help="only the memory of the trace")
     options = parser.parse_args(arguments)
-    if options.peak:
-        peak_memory()
-        return
+    script = Path(__file__).with_name("peak_memory.py")
     peak = subprocess.run(
-        [sys.executable, __file__, "--peak"], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=True
     )
     memory = json.loads(peak.stdout.splitlines()[-1])
     allowed = 1.2 * (memory["weight_bytes"] + memory["pool_bytes"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cases import BUDGET, MAX_MODEL_LEN
 from torch import Tensor
 from transformers import (
     ContinuousBatchingConfig,
@@ -29,9 +30,6 @@ from minivllm.fast_layers import FastLayers
 from minivllm.llm import LLM
 from minivllm.sampling_params import SamplingParams
 from minivllm.stages import KVOptions
-
-BUDGET = 2048  # tokens of a step, where a system has such a limit
-MAX_MODEL_LEN = 2304
 
 
 @dataclass(slots=True)
