@@ -38,6 +38,19 @@ def real():
 
 
 @pytest.fixture(scope="session")
+def real_requests(real):
+    """24 requests on the real model: (prompts, params, the tokens of chapter 1's engine)."""
+    from minivllm.llm import LLM
+    from minivllm.sampling_params import SamplingParams
+
+    ids = real[1]("The wind had turned in the night, and the boats lay the other way. " * 8)
+    prompts = [ids.input_ids[i : i + 1 + (i * 37) % 61] for i in range(24)]
+    params = [SamplingParams(max_tokens=2 + 3 * i % 11) for i in range(24)]
+    answers = LLM(*real).generate(prompts, params, progress=False)
+    return prompts, params, [answer.token_ids for answer in answers]
+
+
+@pytest.fixture(scope="session")
 def solo_run(tiny):
     """solo_run(prompt, params) on the tiny model: (tokens, text, stop reason), remembered."""
     from support import solo

@@ -1,9 +1,10 @@
 """Run a chapter's tests on each of its bugs; prints {number: [exit status, summary]} as JSON.
 
 A process of its own, because the wrong modules must be imported in place of the right ones. What
-is slow to import (torch, transformers) is imported once; then each bug gets a fork of its own.
+is slow to import (torch, transformers) is imported once; then each bug gets a fork of its own, two
+of them, or so many, at a time.
 
-    python tests/bug_zoo/run_zoo.py 1
+    python tests/bug_zoo/run_zoo.py 1 [2]
 """
 
 import json
@@ -16,8 +17,6 @@ from pathlib import Path
 
 from minivllm.course.bugs import Bug, bugs_of, run_tests_on
 from minivllm.course.chapters import Chapter, find_chapter
-
-PARALLEL = 2
 
 
 def summary(text: str) -> str:
@@ -54,7 +53,7 @@ def run_in_fork(chapter: Chapter, bug: Bug, folder: Path) -> int:
         os._exit(int(status))
 
 
-def run_all(chapter: Chapter) -> dict[str, tuple[int, str]]:
+def run_all(chapter: Chapter, parallel: int) -> dict[str, tuple[int, str]]:
     results: dict[str, tuple[int, str]] = {}
     if not hasattr(os, "fork"):
         for bug in bugs_of(chapter):
@@ -74,7 +73,7 @@ def run_all(chapter: Chapter) -> dict[str, tuple[int, str]]:
     running: dict[int, tuple[Bug, Path]] = {}
     with tempfile.TemporaryDirectory() as top:
         for bug in [*bugs_of(chapter), None]:
-            while running and (bug is None or len(running) >= PARALLEL):
+            while running and (bug is None or len(running) >= parallel):
                 pid, status = os.wait()
                 ended, folder = running.pop(pid)
                 log = (folder / "log").read_text(errors="replace")
@@ -87,4 +86,5 @@ def run_all(chapter: Chapter) -> dict[str, tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_all(find_chapter(sys.argv[1]))))
+    at_a_time = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    print(json.dumps(run_all(find_chapter(sys.argv[1]), at_a_time)))

@@ -181,11 +181,6 @@ def test_at_random(tiny, solo_run, examples):
     run()
 
 
-def real_prompts(tokenizer):
-    text = tokenizer("The wind had turned in the night, and the boats lay the other way. " * 8)
-    return [text.input_ids[i : i + 1 + (i * 37) % 61] for i in range(24)]
-
-
 @pytest.mark.real_model
 @pytest.mark.parametrize(
     ("block_size", "order"),
@@ -196,18 +191,16 @@ def real_prompts(tokenizer):
         pytest.param(128, "as they are", marks=pytest.mark.full),
     ],
 )
-def test_the_real_model_on_24_requests(real, block_size, order):
+def test_the_real_model_on_24_requests(real, real_requests, block_size, order):
     """Once with memory for all, once so short of it that requests are preempted."""
-    model, tokenizer = real
-    prompts = real_prompts(tokenizer)
+    requests = list(zip(*real_requests, strict=True))
     if order == "reversed":
-        prompts.reverse()
+        requests.reverse()
     elif order == "shuffled":
-        random.Random(0).shuffle(prompts)
-    params = [SamplingParams(max_tokens=6 + 5 * i % 14) for i in range(24)]
-    expected = LLM(model, tokenizer).generate(prompts, params, progress=False)
+        random.Random(0).shuffle(requests)
+    prompts, params, expected = map(list, zip(*requests, strict=True))
     for kv_slots in (24 * 128, max(160, 3 * block_size)):
-        llm = paged(model, tokenizer, kv_slots, block_size, 128, shuffle=block_size)
+        llm = paged(*real, kv_slots, block_size, 128, shuffle=block_size)
         answers = llm.generate(prompts, params, progress=False)
-        assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
+        assert [a.token_ids for a in answers] == expected
     assert llm.preempted or block_size == 128

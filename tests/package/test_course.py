@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import pytest
 
@@ -27,7 +26,7 @@ each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: 
 
 
 @each_chapter
-def test_starters_are_in_step_with_the_package(chapter):
+def on_starters_are_in_step_with_the_package(chapter):
     generated = build_exercises.starters(chapter)
     on_disk = {path: path.read_text() for path in chapter.starters.rglob("*.py")}
     assert on_disk == generated, "run `make course`"
@@ -55,28 +54,64 @@ def test_figures_are_those_of_the_notebook(chapter):
     assert saved == [(figures / name).read_bytes() for name in named]
 
 
-def check_notebook(chapter):
+# What takes long runs in processes of its own, two at a time with one thread each.
+
+
+def run(*arguments):
     return subprocess.run(
-        [sys.executable, "tools/build_notebooks.py", "--check", str(chapter.number)],
+        [sys.executable, *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
+def check_notebook(chapter, folder):
+    return run("tools/build_notebooks.py", "--check", chapter.number)
+
+
+def on_starters(chapter, folder):
+    return run_tests(chapter, chapter.starters)
+
+
+def on_bodies(chapter, folder):
+    for exercise in chapter.exercises:
+        target = folder / chapter.name / exercise.module
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(PACKAGE / exercise.module, target)
+    return run_tests(chapter, folder)
+
+
+def run_tests(chapter, folder):
+    """As a reader does."""
+    return run(
+        "-m", "pytest", "-q", f"tests/{chapter.name}", "--impl", folder,
+        "-m", "not full", "-p", "no:cacheprovider",
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def notebook_checks(request):
-    """The checks of all notebooks that are asked for, two at a time with one thread each."""
-    name = test_the_notebook_has_every_cell_of_the_text_and_runs.__name__
-    items = [i for i in request.session.items if getattr(i, "originalname", None) == name]
-    chapters = sorted({i.callspec.params["chapter"] for i in items}, key=lambda c: -c.number)
-    with ThreadPoolExecutor(2) as pool:  # the last chapters take longest
-        yield {chapter: pool.submit(check_notebook, chapter) for chapter in chapters}
+def outside(request, tmp_path_factory):
+    """outside(job, chapter): what the job's process said. All that are asked for have begun."""
+    jobs = {
+        "test_the_notebook_has_every_cell_of_the_text_and_runs": check_notebook,
+        "test_untouched_starters_are_red_in_the_announced_way": on_starters,
+        "test_with_the_package_s_bodies_the_exercises_are_green": on_bodies,
+    }
+    names = [(getattr(i, "originalname", None), i) for i in request.session.items]
+    asked = {(jobs[name], i.callspec.params["chapter"]) for name, i in names if name in jobs}
+    order = list(jobs.values())
+    with ThreadPoolExecutor(2) as pool:
+        begun = {
+            (job, chapter): pool.submit(job, chapter, tmp_path_factory.mktemp("work"))
+            for job, chapter in sorted(asked, key=lambda key: (order.index(key[0]), -key[1].number))
+        }  # the last chapters take longest
+        yield lambda job, chapter: begun[job, chapter].result()
 
 
 @each_chapter
-def test_the_notebook_has_every_cell_of_the_text_and_runs(chapter, notebook_checks):
+def test_the_notebook_has_every_cell_of_the_text_and_runs(chapter, outside):
     """Runs it from the notebooks folder, without a display; what is printed is what is written."""
-    result = notebook_checks[chapter].result()
+    result = outside(check_notebook, chapter)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -107,38 +142,9 @@ def test_the_text_names_every_bug_and_exercise_that_exists(chapter):
 # The overlay, from outside: as a reader runs it.
 
 
-def run_pytest(chapter, folder):
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"tests/{chapter.name}", "--impl", str(folder),
-         "-m", "not full", "-p", "no:cacheprovider"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def reader_runs(tmp_path_factory):
-    """reader_runs(chapter): its tests on the untouched starters and on the package's bodies.
-
-    Side by side, since each takes as long as the chapter's tests and leaves a core idle.
-    """
-
-    @cache
-    def run(chapter):
-        work = tmp_path_factory.mktemp("work")
-        for exercise in chapter.exercises:
-            target = work / chapter.name / exercise.module
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(PACKAGE / exercise.module, target)
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(run_pytest, (chapter, chapter), (chapter.starters, work)))
-
-    return run
-
-
 @each_chapter
-def test_untouched_starters_are_red_in_the_announced_way(chapter, reader_runs):
-    result, _ = reader_runs(chapter)
+def test_untouched_starters_are_red_in_the_announced_way(chapter, outside):
+    result = outside(on_starters, chapter)
     assert result.returncode == 1
     last = result.stdout.strip().splitlines()[-2:]
     assert last[0] == (
@@ -149,8 +155,8 @@ def test_untouched_starters_are_red_in_the_announced_way(chapter, reader_runs):
 
 
 @each_chapter
-def test_with_the_package_s_bodies_the_exercises_are_green(chapter, reader_runs):
-    _, result = reader_runs(chapter)
+def test_with_the_package_s_bodies_the_exercises_are_green(chapter, outside):
+    result = outside(on_bodies, chapter)
     assert result.returncode == 0, result.stdout
     assert "Red is expected" not in result.stdout
 
