@@ -1,9 +1,9 @@
 """Where the time of a decode step goes, and what each step towards speed buys.
 
 Variants of the engine take turns, one decode step each, in one process: the model's own layers and
-the gather; each linear layer by the faster of two products; whole layers in fewer calls; and K and
-V read by numba. Beside them the least that a step can take here: the bytes of the weights, and of
-K and V, at the speed at which this machine reads memory. SmolLM2-135M in float32.
+the gather; each linear layer by the fastest of several products; whole layers in fewer calls; and K
+and V read by numba. Beside them the least that a step can take here: the bytes of the weights, and
+of K and V, at the speed at which this machine reads memory. SmolLM2-135M in float32.
 
     python benchmarks/improvements.py [--steps 25]
 """
