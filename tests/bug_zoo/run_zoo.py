@@ -10,6 +10,7 @@ of them, or so many, at a time.
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from minivllm.course.bugs import Bug, bugs_of, run_tests_on
 from minivllm.course.chapters import Chapter, find_chapter
+
+LONGEST = 180  # seconds; a bug that makes the tests run on ends by a signal, which is not a 1
 
 
 def summary(text: str) -> str:
@@ -41,6 +44,7 @@ def run_in_fork(chapter: Chapter, bug: Bug, folder: Path) -> int:
         import torch
 
         torch.set_num_threads(1)
+        signal.alarm(LONGEST)
         status = pytest.main(
             [str(chapter.tests), "--impl", str(folder / "package"), "-x", "-q", "--tb=no",
              "-p", "no:cacheprovider", "--hypothesis-profile", "no-shrink",

@@ -136,6 +136,20 @@ def test_freed_blocks_are_used_again():
     manager.check_invariants()
 
 
+@pytest.mark.parametrize("freed", [slice(0, None, 2), slice(1, None, 2)])
+def test_free_blocks_need_not_lie_side_by_side(freed):
+    manager = BlockManager(8, 4)
+    seqs = [sequence(f"{i}") for i in range(8)]
+    for seq in seqs:
+        manager.allocate(seq, 1)
+    for seq in sorted(seqs, key=lambda seq: seq.block_table[0])[freed]:
+        manager.free(seq)
+    newcomer = sequence("newcomer", 16)
+    assert manager.can_allocate(newcomer, 16)
+    manager.allocate(newcomer, 16)
+    assert manager.num_free_blocks == 0
+
+
 def test_a_freed_table_is_not_the_next_one_s():
     """Whoever kept a reference to the old list must not see it change."""
     manager = BlockManager(4, block_size=4)
