@@ -26,7 +26,7 @@ each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: 
 
 
 @each_chapter
-def on_starters_are_in_step_with_the_package(chapter):
+def test_starters_are_in_step_with_the_package(chapter):
     generated = build_exercises.starters(chapter)
     on_disk = {path: path.read_text() for path in chapter.starters.rglob("*.py")}
     assert on_disk == generated, "run `make course`"
