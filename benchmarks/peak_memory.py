@@ -1,7 +1,4 @@
-"""The trace of benchmarks/engine.py alone: the process's peak beside what it holds, as JSON.
-
-python benchmarks/peak_memory.py
-"""
+"""The trace of engine.py, which starts this: the process's peak beside what it holds, as JSON."""
 
 import json
 import resource

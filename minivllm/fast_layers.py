@@ -152,7 +152,7 @@ def fastest_products(weights: list[Tensor]) -> list[WeightProduct]:
     found: list[WeightProduct] = []
     for rows in ROWS:
         size = rows * weights[0].numel()
-        if size > LARGEST:
+        if found and size > LARGEST:
             found.append(found[-1])
             continue
         # Fewer weights as rows grow: what then takes the time is to multiply, not to read.

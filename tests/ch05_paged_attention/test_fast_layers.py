@@ -77,6 +77,23 @@ def test_the_same_logits(model, product, monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("rows", "timed"),
+    [(1, 1), (2, 4), (4, 4), (5, 16), (64, 64), (65, 256), (512, 512), (900, 512)],
+)
+def test_a_product_is_that_of_the_next_larger_number_of_rows(rows, timed):
+    products = [lambda x, weight, said=number: torch.full((1, 1), said) for number in ROWS]
+    product = fast_layers.product_of(torch.nn.Linear(2, 3, bias=False), products)
+    assert product(torch.zeros(rows, 2)).item() == timed
+
+
+def test_a_weight_too_large_to_be_timed_with_many_rows_gets_what_one_row_has(monkeypatch):
+    monkeypatch.setattr(fast_layers, "LARGEST", 1)
+    found = fast_layers.fastest_products([torch.zeros(8, 8)])
+    assert len(found) == len(ROWS)
+    assert set(found) == {found[0]}
+
+
 def test_whole_layers_of_llama_alone_are_replaced(model):
     layers = FastLayers(model)
     is_llama = type(model).__name__ == "LlamaForCausalLM"
