@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.hf import KVAccess, pool_attention
-from minivllm.fast_math import rms_norm, rotate
+from minivllm.fast_math import add_and_norm, in_order, rms_norm, rotate
 
 ROWS = (1, 4, 16, 64, 256, 512)  # the numbers of rows that are timed
 SMALLEST = 2**16  # bytes of a weight; below, there is nothing to gain
 SAMPLE = 2**25  # bytes of weights of one shape that are timed: more than a core's own cache
 LARGEST = 2**30  # multiplications of a product that is timed; more rows get what fewer rows have
 ROUNDS = 3
+CHUNK = 256  # rows of an MLP that are computed together: what lies between stays in the cache
 GAIN = 0.95  # another product is taken where it needs less than this share of the usual one's time
 
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
@@ -100,18 +101,21 @@ def llama_layer(layer: Any, products: dict[torch.nn.Linear, Product]) -> Callabl
         x = hidden_states[0]
         num_tokens = len(x)
         normed = rms_norm(x, weight, eps)
-        new = torch.cat((q(normed), k(normed)), 1).view(num_tokens, -1, head_dim)
-        cos, sin = position_embeddings
-        new = rotate(new, cos[0], sin[0]).transpose(0, 1)[None]
-        value = v(normed).view(num_tokens, -1, head_dim).transpose(0, 1)[None]
-        num_heads = new.shape[1] - value.shape[1]
+        cos, sin = (angles[0] for angles in position_embeddings)
+        query = rotate(q(normed).view(num_tokens, -1, head_dim), cos, sin)
+        key = rotate(k(normed).view(num_tokens, -1, head_dim), cos, sin)
+        value = v(normed).view(num_tokens, -1, head_dim)
+        query, key, value = (new.transpose(0, 1)[None] for new in (query, key, value))
         attended, _ = pool_attention(
-            attention, new[:, :num_heads], new[:, num_heads:], value, None,
-            kv_access=kv_access, scaling=scaling,
-        )  # fmt: skip
-        x = x + o(attended.view(num_tokens, -1))
-        normed = rms_norm(x, weight_2, eps_2)
-        return (x + down(activation(gate(normed)) * up(normed)))[None]
+            attention, query, key, value, None, kv_access=kv_access, scaling=scaling
+        )
+        attended = o(attended.view(num_tokens, -1))
+        output = torch.empty_like(x)
+        pieces = zip(output.split(CHUNK), x.split(CHUNK), attended.split(CHUNK), strict=True)
+        for total, before, change in pieces:
+            normed = add_and_norm(total, before, change, weight_2, eps_2)
+            total += in_order(down(activation(gate(normed)).mul_(up(normed))))
+        return output[None]
 
     return forward
 
@@ -128,12 +132,24 @@ def by_onednn(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-PRODUCTS = (usual, turned, by_onednn) if torch.backends.mkldnn.is_available() else (usual, turned)
+def in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """A part of the weight for each thread: with one row torch would use a single thread."""
+    parts = torch.get_num_threads()
+    width = weight.shape[1]
+    if len(weight) % parts:
+        return turned(x, weight)
+    columns = x.t().expand(parts, width, len(x))
+    return torch.bmm(weight.view(parts, -1, width), columns).view(len(weight), len(x)).t()
+
+
+PRODUCTS = [usual, turned, in_parts]
+if torch.backends.mkldnn.is_available():
+    PRODUCTS.append(by_onednn)
 
 
 def product_of(linear: torch.nn.Linear, fastest: SequenceOf[WeightProduct]) -> Product:
     """fastest: the product for each member of ROWS."""
-    weight, bias = linear.weight, linear.bias
+    weight, bias = linear.weight.detach(), linear.bias
     # For any number of rows: as for the next larger member of ROWS, or the largest.
     by_rows = [fastest[bisect_left(ROWS, rows)] for rows in range(ROWS[-1])]
     above = fastest[-1]
@@ -163,7 +179,7 @@ def fastest_products(weights: list[Tensor]) -> list[WeightProduct]:
             for product in PRODUCTS:
                 start = time.perf_counter()
                 for weight in some:
-                    product(x, weight)
+                    product(x, weight).contiguous()  # what follows reads it row by row
                 seconds[product] = min(seconds[product], time.perf_counter() - start)
         best = min(PRODUCTS, key=seconds.__getitem__)
         found.append(best if seconds[best] < GAIN * seconds[usual] else usual)

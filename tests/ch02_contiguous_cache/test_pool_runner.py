@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import run_to_end, text_of, tokens_of
 
+from minivllm.attention import dense
 from minivllm.attention.batch import slots_of
 from minivllm.attention.kv_pool import KVPool
 from minivllm.llm import LLM
@@ -195,3 +196,21 @@ def test_the_real_model_on_24_requests(real, real_requests, order):
         answers = llm.generate(prompts, params, progress=False)
         assert [a.token_ids for a in answers] == expected, kv
         assert kv == "reserved" or short, "the growing pool was never short"
+
+
+@pytest.mark.parametrize(("num_new", "context_len"), [(12, 12), (13, 13), (11, 30), (5, 9), (1, 8)])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_prompt_in_pieces_is_the_prompt_token_by_token(
+    num_new, context_len, window, softcap, monkeypatch
+):
+    monkeypatch.setattr(dense, "PIECE", 5)
+    query = torch.randn(num_new, 4, 8)
+    key, value = torch.randn(2, context_len, 2, 8)
+    limits = {"scaling": 0.3, "sliding_window": window, "softcap": softcap}
+    found = dense.attend_one_sequence(query, key, value, **limits)
+    for row in range(num_new):
+        seen = context_len - num_new + row + 1
+        alone = query[row : row + 1], key[:seen], value[:seen]
+        expected = dense.attend_one_sequence(*alone, **limits)
+        torch.testing.assert_close(found[row : row + 1], expected, atol=1e-5, rtol=1e-5)

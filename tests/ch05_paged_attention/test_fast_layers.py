@@ -94,6 +94,20 @@ def test_a_weight_too_large_to_be_timed_with_many_rows_gets_what_one_row_has(mon
     assert set(found) == {found[0]}
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_weight_in_parts_whether_or_not_threads_divide_it(threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, weight = torch.randn(5, 7), torch.randn(16, 7)
+    torch.testing.assert_close(fast_layers.in_parts(x, weight), x @ weight.t())
+
+
+def test_an_mlp_in_chunks_is_the_mlp(model, monkeypatch):
+    before = logits_of(model, PROMPTS, FastLayers(model))
+    monkeypatch.setattr(fast_layers, "CHUNK", 4)
+    for a, b in zip(logits_of(model, PROMPTS, FastLayers(model)), before, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
 def test_whole_layers_of_llama_alone_are_replaced(model):
     layers = FastLayers(model)
     is_llama = type(model).__name__ == "LlamaForCausalLM"
@@ -127,6 +141,13 @@ def test_small_functions_by_numba_and_by_torch(rows):
     torch.testing.assert_close(
         fast_math.rms_norm(x, weight, 1e-5), fast_math.rms_norm_by_torch(x, weight, 1e-5)
     )
+    for change in (torch.randn(rows, 96), torch.randn(96, rows).t()):
+        total, expected_total = torch.empty(2, rows, 96)
+        found = fast_math.add_and_norm(total, x, change, weight, 1e-5)
+        expected = fast_math.add_and_norm_by_torch(expected_total, x, change, weight, 1e-5)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(total, expected_total)
+        torch.testing.assert_close(total, x + change)
     heads, angles = torch.randn(5, rows, 16).transpose(0, 1), torch.randn(rows, 16)
     found = fast_math.rotate(heads, angles.cos(), angles.sin())
     torch.testing.assert_close(found, fast_math.rotate_by_torch(heads, angles.cos(), angles.sin()))
