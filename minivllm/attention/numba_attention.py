@@ -1,8 +1,8 @@
 """NumbaAttention: the algorithm of the Triton kernel, compiled for the processor at hand.
 
-What decodes is read where it lies, through the block table, without a gather; so is a short prompt,
-each of its tokens like one that decodes. A long prompt is read by the gather: with many queries its
-copy is small beside the products.
+What decodes is read through the block table, a tile of tokens at a time, without a gather; so is a
+short prompt, each of its tokens like one that decodes. A long prompt is read by the gather: with
+many queries its copy is small beside the products.
 """
 
 import math
@@ -35,6 +35,24 @@ FEW = 1024  # new tokens times context: up to it a prompt is read by the loop, n
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
+@njit(fastmath=FASTMATH, nogil=True, cache=True)
+def load_tile(
+    tile: Any, pool: Any, block_table: Any, start: Any, block_size: Any, first: Any
+) -> None:
+    """Copies K or V of the tokens from `start` on, a row of tile each, from column `first` of pool.
+
+    The loops of the kernel go to and fro between tokens. Memory is read faster in its own order,
+    into the core's cache; a GPU kernel uses its shared memory in the same way.
+    """
+    count, width = tile.shape
+    for t in range(count):
+        token = start + t
+        slot = block_table[token // block_size] * block_size + token % block_size
+        source, target = pool[slot, first : first + width], tile[t]
+        for column in range(width):
+            target[column] = source[column]
+
+
 @cache
 def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
     """Compiled for a shape at its first call, which takes seconds; kept on disk after that."""
@@ -45,12 +63,13 @@ def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
         context_lens: Any, rows: Any, block_size: Any, scaling: Any, softcap: Any, window: Any,
         heads_per_task: Any,
     ) -> None:  # fmt: skip
-        num_tasks = keys.shape[1] // heads_per_task  # for each row
+        num_tasks = keys.shape[1] // (heads_per_task * head_dim)  # for each row
         num_queries = heads_per_task * group_size
         for task in prange(len(rows) * num_tasks):
             which, first_kv_head = task // num_tasks, task % num_tasks * heads_per_task
-            context_len, row, table = context_lens[which], rows[which], tables[which]
-            first_head = first_kv_head * group_size
+            context_len, row = context_lens[which], rows[which]
+            block_table = block_tables[tables[which]]
+            first_head, first_column = first_kv_head * group_size, first_kv_head * head_dim
             q = np.empty((num_queries, head_dim), np.float32)
             for i in range(num_queries):
                 for d in range(head_dim):
@@ -59,28 +78,23 @@ def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
             total = np.zeros(num_queries, np.float32)  # sum of exp(logit - best)
             sums = np.zeros((num_queries, head_dim), np.float32)  # sum of exp(logit - best) * V
             logits = np.empty((num_queries, TILE), np.float32)
-            slots = np.empty(TILE, np.int64)
+            # A tile's K, then its V. Rows after its last token are zero or old, and weigh nothing.
+            tile = np.zeros((TILE, heads_per_task * head_dim), np.float32)
+            kv = tile.reshape(TILE, heads_per_task, head_dim)
             first = max(0, context_len - window) if window > 0 else 0
             for start in range(first, context_len, TILE):
                 count = min(TILE, context_len - start)
-                for t in range(count):
-                    token = start + t
-                    block = block_tables[table, token // block_size]
-                    slots[t] = block * block_size + token % block_size
-                # Four tokens at a time; what fills the last four up is read, with no weight.
-                filled = (count + 3) // 4 * 4
-                slots[count:filled] = slots[0]
-                # All heads of a token before the next one: they lie side by side in memory.
+                filled = (count + 3) // 4 * 4  # four tokens at a time
+                load_tile(tile[:count], keys, block_table, start, block_size, first_column)
                 for t in range(0, filled, 4):
-                    at0, at1, at2, at3 = slots[t], slots[t + 1], slots[t + 2], slots[t + 3]
                     for i in range(num_queries):
-                        kv_head = first_kv_head + i // group_size
+                        head = i // group_size
                         dot0 = dot1 = dot2 = dot3 = np.float32(0)
                         for d in range(head_dim):
-                            dot0 += q[i, d] * keys[at0, kv_head, d]
-                            dot1 += q[i, d] * keys[at1, kv_head, d]
-                            dot2 += q[i, d] * keys[at2, kv_head, d]
-                            dot3 += q[i, d] * keys[at3, kv_head, d]
+                            dot0 += q[i, d] * kv[t, head, d]
+                            dot1 += q[i, d] * kv[t + 1, head, d]
+                            dot2 += q[i, d] * kv[t + 2, head, d]
+                            dot3 += q[i, d] * kv[t + 3, head, d]
                         logits[i, t], logits[i, t + 1] = dot0, dot1
                         logits[i, t + 2], logits[i, t + 3] = dot2, dot3
                 for i in range(num_queries):
@@ -99,17 +113,17 @@ def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
                     best[i] = new_best
                     for d in range(head_dim):
                         sums[i, d] *= shrink
+                load_tile(tile[:count], values, block_table, start, block_size, first_column)
                 for t in range(0, filled, 4):
-                    at0, at1, at2, at3 = slots[t], slots[t + 1], slots[t + 2], slots[t + 3]
                     for i in range(num_queries):
-                        kv_head = first_kv_head + i // group_size
+                        head = i // group_size
                         w0, w1, w2, w3 = (
                             logits[i, t], logits[i, t + 1], logits[i, t + 2], logits[i, t + 3],
                         )  # fmt: skip
                         for d in range(head_dim):
                             sums[i, d] += (
-                                w0 * values[at0, kv_head, d] + w1 * values[at1, kv_head, d]
-                                + w2 * values[at2, kv_head, d] + w3 * values[at3, kv_head, d]
+                                w0 * kv[t, head, d] + w1 * kv[t + 1, head, d]
+                                + w2 * kv[t + 2, head, d] + w3 * kv[t + 3, head, d]
                             )  # fmt: skip
             for i in range(num_queries):
                 share = np.float32(1) / total[i] if total[i] > 0 else np.float32(0)
@@ -197,7 +211,8 @@ class NumbaAttention(GatherAttention):
             # few sequences to keep each thread busy.
             enough = len(plan.rows) >= 2 * self._num_threads
             decode_kernel(query.shape[1] // num_kv_heads, query.shape[2])(
-                output.numpy(), query.contiguous().numpy(), keys.numpy(), values.numpy(),
+                output.numpy(), query.contiguous().numpy(),
+                keys.flatten(1).numpy(), values.flatten(1).numpy(),
                 plan.block_tables, plan.tables, plan.context_lens, plan.rows, batch.block_size,
                 np.float32(scaling), np.float32(softcap or 0), sliding_window or 0,
                 num_kv_heads if enough else 1,
