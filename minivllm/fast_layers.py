@@ -20,7 +20,7 @@ from torch import Tensor
 from minivllm.attention.hf import KVAccess, pool_attention
 from minivllm.fast_math import add_and_norm, in_order, rms_norm, rotate
 
-ROWS = (1, 4, 16, 64, 256, 512)  # the numbers of rows that are timed
+ROWS = (1, 4, 16, 32, 64, 256, 512)  # the numbers of rows that are timed
 SMALLEST = 2**16  # bytes of a weight; below, there is nothing to gain
 SAMPLE = 2**25  # bytes of weights of one shape that are timed: more than a core's own cache
 LARGEST = 2**30  # multiplications of a product that is timed; more rows get what fewer rows have
