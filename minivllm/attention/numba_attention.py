@@ -35,12 +35,13 @@ FEW = 1024  # new tokens times context: up to it a prompt is read by the loop, n
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
-@njit(fastmath=FASTMATH, nogil=True, cache=True)
+@njit(nogil=True, cache=True)
 def load_tile(
     tile: Any, pool: Any, block_table: Any, start: Any, block_size: Any, first: Any
 ) -> None:
-    """Copies K or V of the tokens from `start` on, a row of tile each, from column `first` of pool.
+    """Copies K or V of `count` tokens, from token `start` and column `first` of the pool on.
 
+    tile: [count, columns]; pool: [num_slots, num_kv_heads * head_dim]; block_table: [M].
     The loops of the kernel go to and fro between tokens. Memory is read faster in its own order,
     into the core's cache; a GPU kernel uses its shared memory in the same way.
     """
