@@ -11,13 +11,15 @@ SHAPES = [(1, 16), (16, 16), (32, 16), (1, 512), (16, 512), (4, 2048)]
 OUTPUT = 33
 TRACE = "trace"
 KV_SLOTS = 32_768
-OURS = "paged-numba"
+OURS = "paged-numba-onnx"
 STAGES = {
     "past_key_values": KVOptions("past_key_values"),
     "reserve-max": KVOptions("reserved", 32 * MAX_MODEL_LEN, MAX_MODEL_LEN),
     "paged-gather": KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="gather"),
+    "paged-numba": KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="numba"),
     OURS: KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="numba"),
 }
+LAYERS = {OURS: "onnx"}  # of the others: torch
 
 
 def make_cases(text_ids: list[int]) -> dict[str, list[Job]]:

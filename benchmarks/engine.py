@@ -12,30 +12,25 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
 from cases import BUDGET, OURS, OUTPUT, STAGES, TRACE, make_cases, text_ids
 from machine import RESULTS, median, write_result
-from systems import (
-    VLLM,
-    System,
-    bare_model,
-    generate,
-    generate_batch,
-    stage,
-)
+from systems import System, generate, generate_batch, our_worker, stage, vllm_worker
 
 from minivllm.charts.chart import BLUE, GREY, ORANGE, VERMILION, Chart
 from minivllm.compare import TIE, Job
-from minivllm.llm import LLM
 from minivllm.models import load_model
 from minivllm.packaged_model import SMOLLM2
-from minivllm.sampling_params import SamplingParams
 
-ONCE = ("past_key_values", "reserve-max", "generate_batch")  # slow, or beside the point
+ONCE = (
+    "past_key_values",
+    "reserve-max",
+    "paged-numba",
+    "generate_batch",
+)  # slow, or beside the point
 
 
 def count_equal(
@@ -95,32 +90,6 @@ def ratios(cases: dict[str, dict]) -> dict[str, dict[str, float]]:
     return found
 
 
-def own_share(model, tokenizer, jobs: list[Job]) -> float:
-    """Part of a decode step that is not the model's pass: schedule, batch, sample, detokenize."""
-    llm = LLM(model, tokenizer, kv=STAGES[OURS], max_tokens_per_step=BUDGET)
-    engine, inside = llm.engine, [0.0]
-    forward = model.forward
-
-    def timed(*arguments, **options):
-        start = time.perf_counter()
-        output = forward(*arguments, **options)
-        inside[0] += time.perf_counter() - start
-        return output
-
-    for job in jobs:
-        engine.add_request(job.prompt_token_ids, SamplingParams(max_tokens=64, ignore_eos=True))
-    for _ in range(4):
-        engine.step()
-    model.forward = timed
-    try:
-        start = time.perf_counter()
-        for _ in range(40):
-            engine.step()
-        return 1 - inside[0] / (time.perf_counter() - start)
-    finally:
-        del model.forward
-
-
 def chart(cases: dict[str, dict], machine_name: str) -> Chart:
     shapes = [case for case in cases if case != TRACE]
     compared = {"generate": GREY, "vllm-eager": ORANGE, "vllm-default": VERMILION, OURS: BLUE}
@@ -162,9 +131,12 @@ def main(arguments: SequenceOf[str] | None = None) -> None:
     print(f"peak {memory['peak_bytes'] / 1e6:,.0f} MB; weights + pool + 20 %: {allowed / 1e6:,.0f}")
     model, tokenizer = load_model()
     REFERENCE[:] = [model]
-    systems: dict[str, System] = {name: stage(model, tokenizer, kv) for name, kv in STAGES.items()}
+    systems: dict[str, System] = {
+        name: our_worker("engine") if name == OURS else stage(model, tokenizer, name)
+        for name in STAGES
+    }
     systems |= {
-        "bare": bare_model(model),
+        "bare": our_worker("bare"),
         "generate": generate(model),
         "generate_batch": generate_batch(model),
     }
@@ -172,8 +144,8 @@ def main(arguments: SequenceOf[str] | None = None) -> None:
     if options.vllm_python:
         folder = str(SMOLLM2.prepare(lambda text: None))
         for mode in ("eager", "default"):
-            systems[f"vllm-{mode}"] = peer = VLLM(options.vllm_python, folder, mode)
-            versions["vllm"] = peer.version
+            systems[f"vllm-{mode}"] = peer = vllm_worker(options.vllm_python, folder, mode)
+            versions["vllm"] = peer.ready["version"]
     warm_up = [Job([1, 2, 3, 4], 3)] * 2
     for system in systems.values():
         system(warm_up)
@@ -182,11 +154,12 @@ def main(arguments: SequenceOf[str] | None = None) -> None:
         if options.cases is None or case in options.cases:
             cases[case] = measure(systems, jobs, options.rounds, case)
     found = ratios(cases)
+    jobs = make_cases(text_ids(tokenizer))["32 x 16"]
+    share = our_worker("own_share").ask(jobs)["own_share"]
     result = {
         "versions": versions, "rounds": options.rounds, "output_tokens": OUTPUT,
         "token_budget": BUDGET, "memory": memory, "cases": cases, "ratios": found,
-        "own_share_of_a_step_at_32": own_share(model, tokenizer, make_cases(
-            text_ids(tokenizer))["32 x 16"]),
+        "own_share_of_a_step_at_32": share,
     }  # fmt: skip
     for case, row in found.items():
         print(f"{case:9}", ", ".join(f"{name} {value:.2f}" for name, value in row.items()))
@@ -195,7 +168,7 @@ def main(arguments: SequenceOf[str] | None = None) -> None:
         if shapes and all(key in row for row in shapes):
             result[f"mean_{key}"] = statistics.geometric_mean(row[key] for row in shapes)
             print(f"{key}: geometric mean {result[f'mean_{key}']:.2f}")
-    print(f"own share of a step at 32 sequences: {result['own_share_of_a_step_at_32']:.1%}")
+    print(f"own share of a step at 32 sequences: {share:.1%}")
     if options.cases is None:
         path = write_result("engine", result)
         name = json.loads(path.read_text())["machine"]["processor"]

@@ -4,9 +4,9 @@ import json
 import resource
 import sys
 
-from cases import BUDGET, OURS, STAGES, TRACE, make_cases, text_ids
+from cases import OURS, TRACE, make_cases, text_ids
+from systems import make_llm
 
-from minivllm.llm import LLM
 from minivllm.models import load_model
 from minivllm.sampling_params import SamplingParams
 
@@ -14,7 +14,7 @@ from minivllm.sampling_params import SamplingParams
 def main() -> None:
     model, tokenizer = load_model()
     jobs = make_cases(text_ids(tokenizer))[TRACE]
-    llm = LLM(model, tokenizer, kv=STAGES[OURS], max_tokens_per_step=BUDGET)
+    llm = make_llm(model, tokenizer, OURS)
     largest = [0]
     sample = llm.engine.sampler.sample
 

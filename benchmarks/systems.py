@@ -3,15 +3,16 @@
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from cases import BUDGET, MAX_MODEL_LEN
+from cases import BUDGET, LAYERS, MAX_MODEL_LEN, OURS, STAGES
 from torch import Tensor
 from transformers import (
     ContinuousBatchingConfig,
@@ -26,10 +27,9 @@ from minivllm.attention.batch import Batch
 from minivllm.attention.dense import attend, attend_one_sequence
 from minivllm.attention.hf import KVAccess, attention_through_pool
 from minivllm.compare import Job
-from minivllm.fast_layers import FastLayers
+from minivllm.fast_layers import Layers
 from minivllm.llm import LLM
 from minivllm.sampling_params import SamplingParams
-from minivllm.stages import KVOptions
 
 
 @dataclass(slots=True)
@@ -55,9 +55,14 @@ class Run:
 System = Callable[[SequenceOf[Job]], Run]
 
 
-def stage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kv: KVOptions) -> System:
+def make_llm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> LLM:
+    kv, layers = STAGES[name], LAYERS.get(name, "torch")
+    return LLM(model, tokenizer, kv=kv, layers=layers, max_tokens_per_step=BUDGET)
+
+
+def stage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> System:
     """This engine, with one way of keeping and reading K and V."""
-    engine = LLM(model, tokenizer, kv=kv, max_tokens_per_step=BUDGET).engine
+    engine = make_llm(model, tokenizer, name).engine
 
     def run(jobs: SequenceOf[Job]) -> Run:
         tokens: dict[str, list[int]] = {}
@@ -110,9 +115,33 @@ def read_contiguous(query, keys, values, batch, *, scaling, sliding_window=None,
     return found.flatten(1, 2)
 
 
-def bare_model(model: PreTrainedModel) -> System:
+def own_share(model, tokenizer, jobs: SequenceOf[Job]) -> float:
+    """Part of a decode step that is not the model's pass: schedule, batch, sample, detokenize."""
+    engine, inside = make_llm(model, tokenizer, OURS).engine, [0.0]
+    forward = model.forward
+
+    def timed(*arguments, **options):
+        start = time.perf_counter()
+        output = forward(*arguments, **options)
+        inside[0] += time.perf_counter() - start
+        return output
+
+    for job in jobs:
+        engine.add_request(job.prompt_token_ids, SamplingParams(max_tokens=64, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    model.forward = timed
+    try:
+        start = time.perf_counter()
+        for _ in range(40):
+            engine.step()
+        return 1 - inside[0] / (time.perf_counter() - start)
+    finally:
+        del model.forward
+
+
+def bare_model(model: PreTrainedModel, layers: Layers) -> System:
     """The same packed passes over contiguous K and V, with no engine around: equal lengths only."""
-    fast_layers = FastLayers(model)
     none = torch.empty(0)
     batch = Batch(none, none, none, [], [], [], 1, none)  # its readers look at nothing in it
 
@@ -125,7 +154,7 @@ def bare_model(model: PreTrainedModel) -> System:
         def forward(ids: Tensor, rows: slice, start: int) -> Tensor:
             count, new = ids.shape
             kv.select(rows, start, start + new)
-            with attention_through_pool(model), fast_layers():
+            with attention_through_pool(model), layers():
                 logits = model(
                     input_ids=ids.reshape(1, -1),
                     position_ids=torch.arange(start, start + new).repeat(count)[None],
@@ -233,19 +262,17 @@ def generate_batch(model: PreTrainedModel) -> System:
     return run
 
 
-class VLLM:
-    """vLLM in its own process; mode: eager, or default (compiled)."""
+class Worker:
+    """A process that answers a line of jobs with a line of results."""
 
-    def __init__(self, python: Path, folder: str, mode: str) -> None:
-        worker = Path(__file__).with_name("vllm_worker.py")
+    def __init__(self, command: SequenceOf[str]) -> None:
         self._process = subprocess.Popen(
-            [str(python), str(worker), folder, mode, str(BUDGET), str(MAX_MODEL_LEN)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         )  # fmt: skip
         self._errors: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
-        self.version = self._answer()["version"]
+        self.ready = self._answer()
 
     def _listen(self) -> None:
         for line in self._process.stderr:
@@ -254,18 +281,32 @@ class VLLM:
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("vLLM ended: " + "".join(self._errors[-20:]))
+            raise RuntimeError(f"{self._process.args} ended: " + "".join(self._errors[-20:]))
         return json.loads(line)
 
-    def __call__(self, jobs: SequenceOf[Job]) -> Run:
-        payload = [
-            {"prompt_token_ids": job.prompt_token_ids, "max_tokens": job.max_tokens} for job in jobs
-        ]
-        self._process.stdin.write(json.dumps(payload) + "\n")
+    def ask(self, jobs: SequenceOf[Job]) -> dict:
+        self._process.stdin.write(json.dumps([asdict(job) for job in jobs]) + "\n")
         self._process.stdin.flush()
-        answer = self._answer()
+        return self._answer()
+
+    def __call__(self, jobs: SequenceOf[Job]) -> Run:
+        answer = self.ask(jobs)
         return Run([tuple(count) for count in answer["counts"]], answer["tokens"])
 
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait(timeout=60)
+
+
+HERE = Path(__file__).parent
+
+
+def our_worker(what: str) -> Worker:
+    """what: engine, bare or own_share, see engine_worker.py."""
+    return Worker([sys.executable, str(HERE / "engine_worker.py"), what])
+
+
+def vllm_worker(python: Path, folder: str, mode: str) -> Worker:
+    """mode: eager, or default (compiled)."""
+    given = [folder, mode, str(BUDGET), str(MAX_MODEL_LEN)]
+    return Worker([str(python), str(HERE / "vllm_worker.py"), *given])

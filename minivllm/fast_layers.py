@@ -32,27 +32,11 @@ Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 WeightProduct = Callable[[Tensor, Tensor], Tensor]  # the same, and the weight [out, in]
 
 
-class FastLayers:
-    """Within `with fast_layers():` the model computes its layers the faster way.
+class Layers:
+    """Within `with layers():` some modules of a model compute in another way."""
 
-    Linear layers of any model; whole layers of Llama models, unless `whole` is False. Only float32
-    on a CPU; elsewhere, and where weights are small, nothing is replaced.
-    """
-
-    def __init__(self, model: torch.nn.Module, *, whole: bool = True) -> None:
-        linears = [m for m in model.modules() if type(m) is torch.nn.Linear and is_worth_it(m)]
-        weights: dict[torch.Size, list[Tensor]] = {}
-        for linear in linears:
-            weights.setdefault(linear.weight.shape, []).append(linear.weight.detach())
-        self.fastest = {shape: fastest_products(same) for shape, same in weights.items()}
-        products = {m: product_of(m, self.fastest[m.weight.shape]) for m in linears}
+    def __init__(self) -> None:
         self._forwards: list[tuple[dict[str, Any], Callable]] = []
-        for layer in model.modules():
-            is_llama = type(layer).__name__ == "LlamaDecoderLayer"
-            if whole and is_llama and has_all(layer, products):
-                self._forwards.append((layer.__dict__, llama_layer(layer, products)))
-        for linear, product in products.items():
-            self._forwards.append((linear.__dict__, linear_forward(product)))
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -64,6 +48,28 @@ class FastLayers:
         finally:
             for attributes, _ in self._forwards:
                 attributes.pop("forward", None)
+
+
+class FastLayers(Layers):
+    """Linear layers of any model; whole layers of Llama models, unless `whole` is False.
+
+    Only float32 on a CPU; elsewhere, and where weights are small, nothing is replaced.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, whole: bool = True) -> None:
+        super().__init__()
+        linears = [m for m in model.modules() if type(m) is torch.nn.Linear and is_worth_it(m)]
+        weights: dict[torch.Size, list[Tensor]] = {}
+        for linear in linears:
+            weights.setdefault(linear.weight.shape, []).append(linear.weight.detach())
+        self.fastest = {shape: fastest_products(same) for shape, same in weights.items()}
+        products = {m: product_of(m, self.fastest[m.weight.shape]) for m in linears}
+        for layer in model.modules():
+            is_llama = type(layer).__name__ == "LlamaDecoderLayer"
+            if whole and is_llama and has_all(layer, products):
+                self._forwards.append((layer.__dict__, llama_layer(layer, products)))
+        for linear, product in products.items():
+            self._forwards.append((linear.__dict__, linear_forward(product)))
 
 
 def is_worth_it(linear: torch.nn.Linear) -> bool:

@@ -41,6 +41,7 @@ class LLM:
     model: a name as in models.load_model, or a loaded model together with its tokenizer.
     max_tokens_per_step, max_running: the scheduler's budgets.
     kv: how K and V are kept; default: in a cache object of the model's own per request.
+    layers: by what all but attention is computed: torch, or onnx (see stages.build_stage).
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LLM:
         max_tokens_per_step: int = 2048,
         max_running: int = 256,
         kv: KVOptions | None = None,
+        layers: str = "torch",
     ) -> None:
         if isinstance(model, str):
             model, tokenizer = models.load_model(model)
@@ -59,7 +61,7 @@ class LLM:
         self.model = model.eval()  # with dropout no answer would be the same twice
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         kv = kv or KVOptions()
-        runner, kv_cache = build_stage(model, kv)
+        runner, kv_cache = build_stage(model, kv, layers)
         self.engine = Engine(
             runner,
             Scheduler(kv_cache, max_tokens_per_step, max_running),

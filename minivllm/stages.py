@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KV_CACHES = ("past_key_values", "reserved", "growing", "paged")
 ATTENTIONS = ("auto", "gather", "numba", "triton")
+LAYERS = ("torch", "onnx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,20 @@ def paged_reader(attention: str, device: str, dtype: torch.dtype) -> "Attend":
     return TritonAttention()
 
 
-def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVCacheManager]:
-    """The runner and the KV cache manager of a stage. Raises RequestError."""
+def build_stage(
+    model: PreTrainedModel, options: KVOptions, layers: str = "torch"
+) -> tuple[Runner, KVCacheManager]:
+    """The runner and the KV cache manager of a stage. Raises RequestError.
+
+    layers: by what a pool's runner computes all but attention: torch, or onnx (ONNX Runtime).
+    """
     if options.kv_cache not in KV_CACHES:
         raise RequestError(f"kv_cache is {options.kv_cache!r}: use one of {', '.join(KV_CACHES)}")
+    if layers not in LAYERS:
+        raise RequestError(f"layers is {layers!r}: use one of {', '.join(LAYERS)}")
     if options.kv_cache == "past_key_values":
+        if layers != "torch":
+            raise RequestError(f"kv_cache past_key_values goes with layers torch, not {layers}")
         from minivllm.runners.past_key_values import PastKeyValuesRunner
 
         return PastKeyValuesRunner(model), UnboundedCache()
@@ -122,4 +132,8 @@ def build_stage(model: PreTrainedModel, options: KVOptions) -> tuple[Runner, KVC
         shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim,
         dtype=model.dtype, device=model.device,
     )  # fmt: skip
+    if layers == "onnx":
+        from minivllm.onnx_layers import OnnxLayers
+
+        return PoolRunner(model, pool, attend, OnnxLayers(model)), manager
     return PoolRunner(model, pool, attend), manager

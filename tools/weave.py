@@ -156,14 +156,15 @@ def improvements_table(result: dict) -> str:
     rows = "".join(
         f"| {row['sequences']} x {row['prompt_len']:,} | {row['least_ms']:.0f} | "
         f"{row['ms']['plain']:.0f} | {row['ms']['products']:.0f} | {row['ms']['layers']:.0f} | "
-        f"{row['ms']['numba']:.0f} | {row['ms']['plain'] / row['ms']['numba']:.2f} |\n"
+        f"{row['ms']['numba']:.0f} | {row['ms']['onnx']:.0f} | "
+        f"{row['ms']['plain'] / row['ms']['onnx']:.2f} |\n"
         for row in result["rows"]
     )
     machine = result["machine"]
     return (
         "| sequences x tokens | at least, ms | model's layers, gather | faster products | "
-        f"fewer calls | numba reads | gain |\n|---|---|---|---|---|---|---|\n{rows}\n"
-        f"ms of a decode step, medians of {result['steps']} alternating steps in float32, on "
+        f"fewer calls | numba reads | ONNX Runtime | gain |\n|---|{'---|' * 7}\n{rows}\n"
+        f"ms of a decode step, medians of {result['steps']} steps, in turns, in float32, on "
         f"{machine['processor']} with {machine['cores']} cores, which read memory at "
         f"{result['read_bytes_per_s'] / 1e9:.0f} GB/s, torch {machine['torch']}.\n"
     )
@@ -182,9 +183,12 @@ def step_parts_table(result: dict) -> str:
 
 def engine_table(result: dict) -> str:
     names = {
-        "paged-numba": "minivllm", "vllm-eager": "vLLM, eager", "vllm-default": "vLLM, compiled",
-        "generate": "generate", "bare": "bare model",
-    }  # fmt: skip
+        "paged-numba-onnx": "minivllm",
+        "vllm-eager": "vLLM, eager",
+        "vllm-default": "vLLM, compiled",
+        "generate": "generate",
+        "bare": "bare model",
+    }
     rows = ""
     for case, systems in result["cases"].items():
         cells = [

@@ -39,7 +39,8 @@ def check(
     for package in PACKAGES:
         row(package, package_version(package))
     row("triton", triton_status())
-    row("numba", numba_status())
+    for package, option in (("numba", "attention numba"), ("onnxruntime", "layers onnx")):
+        row(package, optional_status(package, option))
     row("device", device(torch))
     row("CPU threads", str(torch.get_num_threads()))
     damaged = None
@@ -75,10 +76,10 @@ def device(torch) -> str:
     return "cpu"
 
 
-def numba_status() -> str:
-    if importlib.util.find_spec("numba") is None:
-        return "not installed: --attention numba is not available, everything else works"
-    return importlib.metadata.version("numba")
+def optional_status(package: str, option: str) -> str:
+    if importlib.util.find_spec(package) is None:
+        return f"not installed: --{option} is not available, everything else works"
+    return importlib.metadata.version(package)
 
 
 def triton_status() -> str:

@@ -44,6 +44,9 @@ def generate(
     attention: Annotated[
         str, typer.Option(help="How a paged pool is read: auto, gather, numba or triton.")
     ] = "auto",
+    layers: Annotated[
+        str, typer.Option(help="What computes the rest of a pool's model: torch or onnx.")
+    ] = "torch",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request, in tokens; default: what fits.")
     ] = None,
@@ -73,6 +76,7 @@ def generate(
         model,
         max_tokens_per_step=max_tokens_per_step,
         max_running=max_running,
+        layers=layers,
         kv={
             "kv_cache": kv_cache,
             "kv_slots": kv_slots,

@@ -23,6 +23,10 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
+    if "onnx" in arguments:
+        # Read when torch is first imported. Without it torch's threads keep the cores busy for
+        # milliseconds after each loop, and ONNX Runtime's wait for them.
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     error = None
     if folder is not None:
         from minivllm.course.overlay import files_in, install

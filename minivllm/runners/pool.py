@@ -8,7 +8,7 @@ from minivllm.attention.batch import Batch
 from minivllm.attention.hf import Attend, KVAccess, attention_through_pool, check_supported
 from minivllm.attention.kv_pool import KVPool
 from minivllm.errors import ModelError
-from minivllm.fast_layers import FastLayers
+from minivllm.fast_layers import FastLayers, Layers
 from minivllm.scheduler import ScheduledStep
 from minivllm.sequence import Sequence
 
@@ -16,16 +16,18 @@ from minivllm.sequence import Sequence
 class PoolRunner:
     """Prefill, decode and everything between in one pass over the scheduled tokens.
 
-    attend: how attention reads the pool. Raises ModelError for a model that does not let its
-    attention be replaced.
+    attend: how attention reads the pool. layers: how the rest of the model is computed; default:
+    FastLayers. Raises ModelError for a model that does not let its attention be replaced.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool, attend: Attend) -> None:
+    def __init__(
+        self, model: PreTrainedModel, pool: KVPool, attend: Attend, layers: Layers | None = None
+    ) -> None:
         check_supported(model)
         self.model = model
         self.pool = pool
         self.attend = attend
-        self.fast_layers = FastLayers(model)
+        self.layers = layers or FastLayers(model)
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> Tensor:
@@ -33,7 +35,7 @@ class PoolRunner:
         self.pool.copy(step.copies)
         batch = Batch.of(step.sequences, self.pool.block_size, self.model.device)
         access = KVAccess(self.pool, batch, self.attend)
-        with attention_through_pool(self.model), self.fast_layers():
+        with attention_through_pool(self.model), self.layers():
             output = self.model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],

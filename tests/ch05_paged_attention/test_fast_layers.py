@@ -1,5 +1,7 @@
 """Layers computed in fewer calls: the same logits, and the model as it was afterwards."""
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -9,9 +11,12 @@ from minivllm.attention.batch import Batch
 from minivllm.attention.gather import GatherAttention
 from minivllm.attention.hf import KVAccess, attention_through_pool
 from minivllm.attention.kv_pool import KVPool
+from minivllm.errors import RequestError
 from minivllm.fast_layers import ROWS, FastLayers
+from minivllm.llm import LLM
 from minivllm.sampling_params import SamplingParams
 from minivllm.sequence import Sequence
+from minivllm.stages import KVOptions
 
 SIZES = {
     "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192,
@@ -133,6 +138,75 @@ def test_small_or_half_precision_weights_are_left_alone(tiny, model):
     assert FastLayers(tiny[0]).fastest == {}
     half = torch.nn.Linear(512, 512).to(torch.bfloat16)
     assert FastLayers(half).fastest == {}
+
+
+@pytest.fixture
+def onnx_layers():
+    for library in ("onnx", "onnxruntime"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    from minivllm import onnx_layers
+
+    return onnx_layers
+
+
+@pytest.mark.parametrize("chunk", [256, 4, 1])
+def test_the_same_logits_by_onnx_runtime(model, onnx_layers, chunk, monkeypatch):
+    from contextlib import nullcontext
+
+    if "Llama" not in type(model).__name__:
+        pytest.skip("its graphs are Llama's")
+    monkeypatch.setattr(onnx_layers, "CHUNK", chunk)
+    layers = onnx_layers.OnnxLayers(model)
+    with layers():
+        assert all("forward" in vars(layer) for layer in (*model.model.layers, model.lm_head))
+    expected = logits_of(model, PROMPTS, nullcontext)
+    for a, b in zip(logits_of(model, PROMPTS, layers), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_onnx_runtime_alone_computes_the_linear_layers(onnx_layers, tiny, monkeypatch):
+    """What the model's own layers would give is not asked for."""
+    layers = onnx_layers.OnnxLayers(tiny[0])
+
+    def refuse(*given):
+        raise AssertionError("torch computed a linear layer")
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", refuse)
+    monkeypatch.setattr(torch.nn.functional, "linear", refuse)
+    with layers():
+        hidden = tiny[0].lm_head(torch.zeros(1, 3, tiny[0].config.hidden_size))
+    assert hidden.shape == (1, 3, tiny[0].config.vocab_size)
+
+
+@pytest.mark.parametrize("attention", ["gather", "numba"])
+def test_the_same_tokens_by_onnx_runtime(onnx_layers, tiny, attention):
+    if attention == "numba":
+        pytest.importorskip("numba", reason="numba is not installed")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [[3, 4, 5], list(range(9, 60)), [7]]
+    kv = KVOptions("paged", 512, block_size=4, attention=attention)
+    by = {name: LLM(*tiny, kv=kv, layers=name) for name in ("torch", "onnx")}
+    torch_tokens, onnx_tokens = (
+        [c.token_ids for c in llm.generate(prompts, params, progress=False)] for llm in by.values()
+    )
+    assert onnx_tokens == torch_tokens
+
+
+def test_onnx_layers_refuse_what_they_cannot_compute(onnx_layers, tiny, model):
+    if type(model).__name__ == "Qwen2ForCausalLM":
+        with pytest.raises(RequestError, match=r"for a Llama model .* qwen2 .*: use torch"):
+            onnx_layers.OnnxLayers(model)
+    half = copy.deepcopy(tiny[0]).to(torch.bfloat16)
+    with pytest.raises(RequestError, match=r"float32 on a CPU, and .*bfloat16"):
+        onnx_layers.OnnxLayers(half)
+
+
+def test_layers_that_nobody_knows_are_refused(tiny):
+    with pytest.raises(RequestError, match="layers is 'onx': use one of torch, onnx"):
+        LLM(*tiny, kv=KVOptions("paged", 64), layers="onx")
+    with pytest.raises(RequestError, match="past_key_values goes with layers torch, not onnx"):
+        LLM(*tiny, layers="onnx")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 65])

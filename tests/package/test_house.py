@@ -22,6 +22,7 @@ LAYERS = [
     {"sampler", "detokenizer", "packaged_model", "models", "scheduler"},
     {"attention", "fast_math"},
     {"fast_layers"},
+    {"onnx_layers"},
     {"runners"},
     {"engine"},
     {"stages", "simulation", "charts", "course"},
@@ -73,7 +74,7 @@ def test_imports_run_one_way(path):
 
 # Parts that the map of the code shows as one.
 GROUPS = {
-    "runners": {"runners", "fast_layers", "fast_math"},
+    "runners": {"runners", "fast_layers", "fast_math", "onnx_layers"},
     "models": {"models", "packaged_model"},
     "text": {"sampler", "detokenizer"},
     "assembly": {"stages", "llm"},
@@ -164,6 +165,25 @@ def test_without_numba_the_gather_reads_and_numba_is_refused():
         "    assert 'pip install numba, or use --attention gather' in str(error)\n"
         "else:\n"
         "    raise SystemExit('numba was not missed')\n"
+    )
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_onnx_runtime_its_layers_are_refused():
+    code = (
+        "import sys\n"
+        "sys.modules['onnxruntime'] = None\n"
+        "from minivllm import LLM\n"
+        "from minivllm.errors import ModelError\n"
+        "from minivllm.stages import KVOptions\n"
+        "LLM('tiny-random', kv=KVOptions('paged', 64))\n"
+        "try:\n"
+        "    LLM('tiny-random', kv=KVOptions('paged', 64), layers='onnx')\n"
+        "except ModelError as error:\n"
+        "    assert 'onnxruntime is not installed: pip install onnx onnxruntime' in str(error)\n"
+        "else:\n"
+        "    raise SystemExit('onnxruntime was not missed')\n"
     )
     result = run_python(code)
     assert result.returncode == 0, result.stderr

@@ -1,0 +1,43 @@
+"""This engine in a process of its own: jobs come as JSON lines on stdin, results go out on stdout.
+
+Started by benchmarks/systems.py with `engine`, `bare` or `own_share`. How long torch's threads wait
+for work is set before torch is imported, as `minivllm generate --layers onnx` sets it; the other
+systems are faster without.
+"""
+
+import json
+import os
+import sys
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+results, sys.stdout = sys.stdout, sys.stderr  # whatever is printed must not mix with the results
+
+
+def main() -> None:
+    from cases import OURS
+    from systems import bare_model, own_share, stage
+
+    from minivllm.compare import Job
+    from minivllm.models import load_model
+    from minivllm.onnx_layers import OnnxLayers
+
+    model, tokenizer = load_model()
+    what = sys.argv[1]
+    if what == "bare":
+        run = bare_model(model, OnnxLayers(model))
+    elif what == "engine":
+        run = stage(model, tokenizer, OURS)
+    print(json.dumps({"ready": True}), file=results, flush=True)
+    for line in sys.stdin:
+        jobs = [Job(**job) for job in json.loads(line)]
+        if what == "own_share":
+            answer = {"own_share": own_share(model, tokenizer, jobs)}
+        else:
+            found = run(jobs)
+            answer = {"counts": found.counts, "tokens": found.tokens}
+        print(json.dumps(answer), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    main()
