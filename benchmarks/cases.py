@@ -2,6 +2,7 @@
 
 from minivllm.compare import Job
 from minivllm.course.chapters import ROOT
+from minivllm.llm import LLM
 from minivllm.simulation.workloads import load
 from minivllm.stages import KVOptions
 
@@ -20,6 +21,11 @@ STAGES = {
     OURS: KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="numba"),
 }
 LAYERS = {OURS: "onnx"}  # of the others: torch
+
+
+def make_llm(model, tokenizer, name: str) -> LLM:
+    kv, layers = STAGES[name], LAYERS.get(name, "torch")
+    return LLM(model, tokenizer, kv=kv, layers=layers, max_tokens_per_step=BUDGET)
 
 
 def make_cases(text_ids: list[int]) -> dict[str, list[Job]]:

@@ -25,12 +25,8 @@ from minivllm.compare import TIE, Job
 from minivllm.models import load_model
 from minivllm.packaged_model import SMOLLM2
 
-ONCE = (
-    "past_key_values",
-    "reserve-max",
-    "paged-numba",
-    "generate_batch",
-)  # slow, or beside the point
+# Slow, or beside the point.
+ONCE = ("past_key_values", "reserve-max", "paged-numba", "generate_batch")
 
 
 def count_equal(
@@ -73,6 +69,7 @@ def measure(systems: dict[str, System], jobs: list[Job], rounds: int, case: str)
     return rows
 
 
+NAMES = {OURS: "minivllm", "vllm-eager": "vLLM, eager", "vllm-default": "vLLM, compiled"}
 REFERENCE: list = []  # the model, for transformers' own tokens; set by main
 
 
@@ -95,19 +92,21 @@ def chart(cases: dict[str, dict], machine_name: str) -> Chart:
     compared = {"generate": GREY, "vllm-eager": ORANGE, "vllm-default": VERMILION, OURS: BLUE}
     compared = {n: c for n, c in compared.items() if all(n in cases[case] for case in shapes)}
     peers = [n for n in compared if n.startswith("vllm")] or ["generate"]
-    mean = statistics.geometric_mean(
-        cases[c][OURS]["decode"] / max(cases[c][n]["decode"] for n in peers) for c in shapes
+    prefill, decode = (
+        statistics.geometric_mean(
+            cases[c][OURS][key] / max(cases[c][n][key] for n in peers) for c in shapes
+        )
+        for key in ("prefill", "decode")
     )
     against = "vLLM's better mode" if "vllm-eager" in peers else peers[0]
-    figure = Chart(
-        f"Decoding, {mean:.2f} times {against} on average ({machine_name})", columns=2, width=9.6
-    )
+    title = f"On average {prefill:.2f} (prefill) and {decode:.2f} (decode) times {against}"
+    figure = Chart(f"{title} ({machine_name})", columns=2, width=9.6)
     for axes, key in zip(figure.panels, ("prefill", "decode"), strict=True):
         for number, (name, color) in enumerate(compared.items()):
             values = [cases[case][name][key] for case in shapes]
             width = 0.8 / len(compared)
             places = [p + width * (number - (len(compared) - 1) / 2) for p in range(len(shapes))]
-            axes.bar(places, values, width, color=color, label=name)
+            axes.bar(places, values, width, color=color, label=NAMES.get(name, name))
         axes.set_xticks(range(len(shapes)), shapes, rotation=30)
         axes.set_xlabel("sequences x prompt tokens")
         axes.set_ylabel(f"{key}, tokens/s")

@@ -1,15 +1,11 @@
 """This engine in a process of its own: jobs come as JSON lines on stdin, results go out on stdout.
 
-Started by benchmarks/systems.py with `engine`, `bare` or `own_share`. How long torch's threads wait
-for work is set before torch is imported, as `minivllm generate --layers onnx` sets it; the other
-systems are faster without.
+Started by benchmarks/systems.py with `engine`, `bare` or `own_share`, and with the short wait of
+torch's threads that `minivllm generate --layers onnx` sets.
 """
 
 import json
-import os
 import sys
-
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 results, sys.stdout = sys.stdout, sys.stderr  # whatever is printed must not mix with the results
 

@@ -1,11 +1,11 @@
 """Where the time of a decode step goes, and what each step towards speed buys.
 
-Variants of the engine take turns, five decode steps each: the model's own layers and
-the gather; each linear layer by the fastest of several products; whole layers in fewer calls; K and
-V read by numba; and all but attention by ONNX Runtime. The last runs in a process of its own, where
-torch's threads wait for less long (see minivllm/cli/main.py). Beside them the least that a step can
-take here: the bytes of the weights, and of K and V, at the speed at which this machine reads
-memory. SmolLM2-135M in float32.
+Variants of the engine take turns, five decode steps each: the model's own layers and the gather;
+each linear layer by the fastest of several products; whole layers in fewer calls; K and V read by
+numba; and all but attention by ONNX Runtime. The last runs in a process of its own, where torch's
+threads wait for less long (see minivllm/cli/main.py). Beside them the least that a step can take
+here: the bytes of the weights, and of K and V, at the speed at which this machine reads memory.
+SmolLM2-135M in float32.
 
     python benchmarks/improvements.py [--steps 25]
 """
@@ -23,6 +23,7 @@ import torch
 from machine import median, write_result
 
 from minivllm import fast_layers
+from minivllm.cli.main import SHORT_WAIT
 from minivllm.engine import Engine
 from minivllm.llm import LLM
 from minivllm.models import load_model
@@ -145,7 +146,7 @@ class LastVariant:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, env={"GOMP_SPINCOUNT": "1000"} | os.environ,
+            stderr=subprocess.DEVNULL, text=True, env=os.environ | SHORT_WAIT,
         )  # fmt: skip
         self._process.stdout.readline()
 

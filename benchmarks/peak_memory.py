@@ -4,8 +4,7 @@ import json
 import resource
 import sys
 
-from cases import OURS, TRACE, make_cases, text_ids
-from systems import make_llm
+from cases import OURS, TRACE, make_cases, make_llm, text_ids
 
 from minivllm.models import load_model
 from minivllm.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from cases import BUDGET, LAYERS, MAX_MODEL_LEN, OURS, STAGES
+from cases import BUDGET, MAX_MODEL_LEN, OURS, make_llm
 from torch import Tensor
 from transformers import (
     ContinuousBatchingConfig,
@@ -26,9 +26,9 @@ from transformers import (
 from minivllm.attention.batch import Batch
 from minivllm.attention.dense import attend, attend_one_sequence
 from minivllm.attention.hf import KVAccess, attention_through_pool
+from minivllm.cli.main import SHORT_WAIT
 from minivllm.compare import Job
 from minivllm.fast_layers import Layers
-from minivllm.llm import LLM
 from minivllm.sampling_params import SamplingParams
 
 
@@ -53,11 +53,6 @@ class Run:
 
 
 System = Callable[[SequenceOf[Job]], Run]
-
-
-def make_llm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> LLM:
-    kv, layers = STAGES[name], LAYERS.get(name, "torch")
-    return LLM(model, tokenizer, kv=kv, layers=layers, max_tokens_per_step=BUDGET)
 
 
 def stage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> System:
@@ -265,10 +260,10 @@ def generate_batch(model: PreTrainedModel) -> System:
 class Worker:
     """A process that answers a line of jobs with a line of results."""
 
-    def __init__(self, command: SequenceOf[str]) -> None:
+    def __init__(self, command: SequenceOf[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+            text=True, env=os.environ | environment,
         )  # fmt: skip
         self._errors: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
@@ -303,10 +298,10 @@ HERE = Path(__file__).parent
 
 def our_worker(what: str) -> Worker:
     """what: engine, bare or own_share, see engine_worker.py."""
-    return Worker([sys.executable, str(HERE / "engine_worker.py"), what])
+    return Worker([sys.executable, str(HERE / "engine_worker.py"), what], SHORT_WAIT)
 
 
 def vllm_worker(python: Path, folder: str, mode: str) -> Worker:
     """mode: eager, or default (compiled)."""
     given = [folder, mode, str(BUDGET), str(MAX_MODEL_LEN)]
-    return Worker([str(python), str(HERE / "vllm_worker.py"), *given])
+    return Worker([str(python), str(HERE / "vllm_worker.py"), *given], {"PYTHONPATH": ""})

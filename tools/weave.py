@@ -200,11 +200,12 @@ def engine_table(result: dict) -> str:
         ratio = result["ratios"][case]
         cells.append(f"{ratio['prefill_to_vllm']:.2f} / {ratio['decode_to_vllm']:.2f}")
         rows += f"| {case} | {' | '.join(cells)} |\n"
-    machine = result["machine"]
+    machine, rounds = result["machine"], result["rounds"]
+    runs = f"medians of {rounds} alternating runs" if rounds > 1 else "one run of each"
     return (
         f"| sequences x prompt | {' | '.join(names.values())} | times vLLM's better mode |\n"
         f"|---|{'---|' * (len(names) + 1)}\n{rows}\n"
-        f"Prefill / decode, tokens/s; medians of {result['rounds']} alternating runs in float32, "
+        f"Prefill / decode, tokens/s; {runs} in float32, "
         f"on {machine['processor']} with {machine['cores']} cores, torch {machine['torch']}, "
         f"transformers {machine['transformers']}, vLLM {result['versions']['vllm']}.\n"
     )

@@ -22,6 +22,7 @@ LAYERS = [
     {"sampler", "detokenizer", "packaged_model", "models", "scheduler"},
     {"attention", "fast_math"},
     {"fast_layers"},
+    {"onnx_graph"},
     {"onnx_layers"},
     {"runners"},
     {"engine"},
@@ -74,7 +75,7 @@ def test_imports_run_one_way(path):
 
 # Parts that the map of the code shows as one.
 GROUPS = {
-    "runners": {"runners", "fast_layers", "fast_math", "onnx_layers"},
+    "runners": {"runners", "fast_layers", "fast_math", "onnx_graph", "onnx_layers"},
     "models": {"models", "packaged_model"},
     "text": {"sampler", "detokenizer"},
     "assembly": {"stages", "llm"},
@@ -187,6 +188,21 @@ def test_without_onnx_runtime_its_layers_are_refused():
     )
     result = run_python(code)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("option", [["--layers", "onnx"], ["--layers=onnx"], []])
+def test_torchs_threads_wait_less_where_onnx_runtime_computes(option, monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    code = (
+        "import os, sys\n"
+        f"sys.argv = ['minivllm', 'generate', *{option}, '--help']\n"
+        "from minivllm.cli.main import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print('count:', os.environ.get('GOMP_SPINCOUNT'))\n"
+    )
+    assert run_python(code).stdout.splitlines()[-1] == f"count: {1000 if option else None}"
 
 
 def test_no_bare_assert_for_user_input():
