@@ -1,4 +1,4 @@
-"""OnnxLayers: a Llama model's layers as ONNX graphs, computed by ONNX Runtime.
+"""OnnxLayers: all of a Llama model but attention as ONNX graphs, computed by ONNX Runtime.
 
 Attention stays ours. A graph is what lies between two attentions: the end of a layer and the start
 of the next. ONNX Runtime keeps a copy of each weight, in the order in which its products read it.
@@ -6,17 +6,19 @@ That costs memory for the weights a second time, and pays where a step has more 
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from minivllm.attention.hf import KVAccess, pool_attention
 from minivllm.errors import RequestError
-from minivllm.fast_layers import Layers, Product, linear_forward
-from minivllm.onnx_graph import Piece
+from minivllm.fast_layers import Layers
+from minivllm.onnx_graph import Graph, Piece
 
-CHUNK = 256  # rows that a graph takes at once: what lies between its products stays in the cache
+CHUNK = 512  # rows that a graph takes at once: a long prompt's products need little room beside it
 
 # What goes into a graph and comes out of it, in ONNX's notation.
 X = "float[rows, width] x"
@@ -24,6 +26,7 @@ ATTENDED = "float[rows, query_width] attended"
 ANGLES = "float[1, rows, half] cos, float[1, rows, half] sin"
 Y = "float[rows, width] y"
 QKV = "float[1, rows, query_width] query, float[1, rows, kv_width] key, float[rows, kv_width] value"
+LOGITS = "float[rows, vocab_size] logits"
 
 
 class OnnxLayers(Layers):
@@ -36,59 +39,80 @@ class OnnxLayers(Layers):
     def __init__(self, model: torch.nn.Module) -> None:
         refuse_other_models(model)
         super().__init__()
-        layers: list[Any] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
-        start = Piece()
-        start.before_attention(layers[0], "x")
-        self._start = start.graph([X, ANGLES], [QKV])
-        self._qkv: tuple[Tensor, ...] = ()  # what the next layer's attention takes
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            self._forwards.append((layer.__dict__, self._layer(layer, following)))
-        head = model.lm_head
-        self._forwards.append((head.__dict__, linear_forward(product_of(head))))
+        self._forwards.append((model.__dict__, llama_forward(model)))
 
-    def _layer(self, layer: Any, following: Any) -> Callable[..., Tensor]:
-        piece, attention = Piece(), layer.self_attn
-        piece.after_attention(layer)
-        if following is None:
-            graph = piece.graph([X, ATTENDED], [Y])
-        else:
-            piece.before_attention(following, "y")
-            graph = piece.graph([X, ATTENDED, ANGLES], [Y, QKV])
-        is_first, head_dim = attention.layer_idx == 0, attention.head_dim
-        widths = [linear.out_features for linear in (attention.q_proj, attention.k_proj)]
 
-        def forward(
-            hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor],
-            kv_access: KVAccess, **others: Any,
-        ) -> Tensor:  # fmt: skip
-            x = hidden_states[0].contiguous()
-            rows = len(x)
-            chunks = [slice(i, i + CHUNK) for i in range(0, rows, CHUNK)]
-            # transformers gives each angle twice, once for each half of a head.
-            cos, sin = (a[..., : head_dim // 2].contiguous() for a in position_embeddings)
-            if is_first:
-                self._qkv = new_qkv(rows, *widths)
-                for chunk in chunks:
-                    self._start((x[chunk], cos[:, chunk], sin[:, chunk]), rows_of(self._qkv, chunk))
-            query, key, value = (
-                new.view(1, rows, -1, head_dim).transpose(1, 2) for new in self._qkv
-            )
+def llama_forward(model: Any) -> Callable[..., CausalLMOutputWithPast]:
+    """forward of a LlamaForCausalLM, with the arguments that PoolRunner gives it."""
+    decoder, vocab_size = model.model, model.lm_head.out_features
+    attentions = [layer.self_attn for layer in decoder.layers]
+    projections = attentions[0].q_proj, attentions[0].k_proj, attentions[0].v_proj
+    widths, head_dim = [linear.out_features for linear in projections], attentions[0].head_dim
+    start = graph_to_attention(decoder.layers[0])
+    between = [graph_between(*pair) for pair in pairwise(decoder.layers)]
+    end = graph_to_logits(decoder.layers[-1], decoder.norm, model.lm_head)
+
+    def forward(
+        input_ids: Tensor, position_ids: Tensor, kv_access: KVAccess,
+        logits_to_keep: Tensor | int = 0, **others: Any,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
+        x = decoder.embed_tokens(input_ids[0])
+        y = torch.empty_like(x)
+        query, key, value = (x.new_empty(len(x), width) for width in widths)
+        q, k, v = (new.view(1, len(x), -1, head_dim).transpose(1, 2) for new in (query, key, value))
+        # transformers gives each angle twice, once for each half of a head.
+        cos, sin = (
+            a[..., : head_dim // 2].contiguous() for a in decoder.rotary_emb(x, position_ids)
+        )
+        parts = [
+            (rows, (cos[:, rows], sin[:, rows]), (query[None, rows], key[None, rows], value[rows]))
+            for rows in (slice(i, i + CHUNK) for i in range(0, len(x), CHUNK))
+        ]
+
+        def attend(attention: Any) -> Tensor:
             attended, _ = pool_attention(
-                attention, query, key, value, None, kv_access=kv_access, scaling=attention.scaling
+                attention, q, k, v, None, kv_access=kv_access, scaling=attention.scaling
             )
-            attended = attended.reshape(rows, -1)
-            y = torch.empty_like(x)
-            self._qkv = new_qkv(rows, *widths)
-            for chunk in chunks:
-                given = (x[chunk], attended[chunk])
-                if following is None:
-                    graph(given, (y[chunk],))
-                else:
-                    angles = cos[:, chunk], sin[:, chunk]
-                    graph((*given, *angles), (y[chunk], *rows_of(self._qkv, chunk)))
-            return y[None]
+            return attended.reshape(len(x), -1)
 
-        return forward
+        for rows, angles, qkv in parts:
+            start((x[rows], *angles), qkv)
+        for attention, graph in zip(attentions[:-1], between, strict=True):
+            attended = attend(attention)
+            for rows, angles, qkv in parts:
+                graph((x[rows], attended[rows], *angles), (y[rows], *qkv))
+            x, y = y, x
+        attended = attend(attentions[-1])
+        # After the last attention no token concerns another: only those that are asked for.
+        is_count = isinstance(logits_to_keep, int)
+        kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        x, attended = x[kept], attended[kept]
+        logits = x.new_empty(len(x), vocab_size)
+        end((x, attended), (logits,))
+        return CausalLMOutputWithPast(logits=logits[None])
+
+    return forward
+
+
+def graph_to_attention(layer: Any) -> Graph:
+    piece = Piece()
+    piece.before_attention(layer, "x")
+    return piece.graph([X, ANGLES], [QKV])
+
+
+def graph_between(layer: Any, following: Any) -> Graph:
+    piece = Piece()
+    piece.after_attention(layer)
+    piece.before_attention(following, "y")
+    return piece.graph([X, ATTENDED, ANGLES], [Y, QKV])
+
+
+def graph_to_logits(layer: Any, norm: Any, head: torch.nn.Linear) -> Graph:
+    piece = Piece()
+    piece.after_attention(layer)
+    piece.norm("normed", "norm", "y", norm)
+    piece.linear("logits", "head", "normed", head)
+    return piece.graph([X, ATTENDED], [LOGITS])
 
 
 def refuse_other_models(model: Any) -> None:
@@ -101,27 +125,3 @@ def refuse_other_models(model: Any) -> None:
     else:
         return
     raise RequestError(f"layers onnx are for {reason}, and the model is {kind}: use torch")
-
-
-def new_qkv(rows: int, query_width: int, kv_width: int) -> tuple[Tensor, ...]:
-    """Room for query and key, [1, rows, width] as the rotation takes them, and value."""
-    shapes = (1, rows, query_width), (1, rows, kv_width), (rows, kv_width)
-    return tuple(map(torch.empty, shapes))
-
-
-def rows_of(qkv: tuple[Tensor, ...], chunk: slice) -> tuple[Tensor, ...]:
-    query, key, value = qkv
-    return query[:, chunk], key[:, chunk], value[chunk]
-
-
-def product_of(linear: Any) -> Product:
-    piece = Piece()
-    piece.linear("y", "weight", "x", linear)
-    graph = piece.graph([X], ["float[rows, out_width] y"])
-
-    def product(x: Tensor) -> Tensor:
-        output = x.new_empty(len(x), linear.out_features)
-        graph((x,), (output,))
-        return output
-
-    return product
