@@ -46,17 +46,21 @@ class Graph:
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         self._binding = self._session.io_binding()
-        self._inputs = [value.name for value in model.graph.input]
-        self._outputs = [value.name for value in model.graph.output]
+        self._names = [
+            [value.name for value in values] for values in (model.graph.input, model.graph.output)
+        ]
+        self._places: dict[str, tuple[int, torch.Size]] = {}  # what is bound to each name
 
     def __call__(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """In the graph's order, contiguous float32 on the CPU; outputs are written into."""
-        binding = self._binding
-        for name, given in zip(self._inputs, inputs, strict=True):
-            binding.bind_input(name, "cpu", 0, np.float32, given.shape, given.data_ptr())
-        for name, filled in zip(self._outputs, outputs, strict=True):
-            binding.bind_output(name, "cpu", 0, np.float32, filled.shape, filled.data_ptr())
-        self._session.run_with_iobinding(binding)
+        bind = self._binding.bind_input, self._binding.bind_output
+        for bind_one, names, tensors in zip(bind, self._names, (inputs, outputs), strict=True):
+            for name, tensor in zip(names, tensors, strict=True):
+                place = tensor.data_ptr(), tensor.shape
+                if self._places.get(name) != place:  # binding takes longer than this comparison
+                    bind_one(name, "cpu", 0, np.float32, tensor.shape, tensor.data_ptr())
+                    self._places[name] = place
+        self._session.run_with_iobinding(self._binding)
 
 
 class Piece:

@@ -6,6 +6,7 @@ That costs memory for the weights a second time, and pays where a step has more 
 """
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,45 +43,58 @@ class OnnxLayers(Layers):
         self._forwards.append((model.__dict__, llama_forward(model)))
 
 
+class Buffers:
+    """What lies between the graphs of a step with so many rows."""
+
+    def __init__(self, attention: Any, rows: int) -> None:
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        width, head_dim = attention.q_proj.in_features, attention.head_dim
+        self.x, self.y = torch.empty(2, rows, width)
+        self.angles = torch.empty(2, 1, rows, head_dim // 2)
+        query, key, value = (torch.empty(rows, linear.out_features) for linear in projections)
+        self.qkv_by_head = [
+            new.view(1, rows, -1, head_dim).transpose(1, 2) for new in (query, key, value)
+        ]
+        cos, sin = self.angles
+        self.parts = [
+            (part, (cos[:, part], sin[:, part]), (query[None, part], key[None, part], value[part]))
+            for part in (slice(i, i + CHUNK) for i in range(0, rows, CHUNK))
+        ]
+
+
 def llama_forward(model: Any) -> Callable[..., CausalLMOutputWithPast]:
     """forward of a LlamaForCausalLM, with the arguments that PoolRunner gives it."""
     decoder, vocab_size = model.model, model.lm_head.out_features
     attentions = [layer.self_attn for layer in decoder.layers]
-    projections = attentions[0].q_proj, attentions[0].k_proj, attentions[0].v_proj
-    widths, head_dim = [linear.out_features for linear in projections], attentions[0].head_dim
     start = graph_to_attention(decoder.layers[0])
     between = [graph_between(*pair) for pair in pairwise(decoder.layers)]
     end = graph_to_logits(decoder.layers[-1], decoder.norm, model.lm_head)
+    # Decode after decode finds its buffers again, and the graphs are bound to them already.
+    buffers_of = lru_cache(maxsize=1)(partial(Buffers, attentions[0]))
 
     def forward(
         input_ids: Tensor, position_ids: Tensor, kv_access: KVAccess,
         logits_to_keep: Tensor | int = 0, **others: Any,
     ) -> CausalLMOutputWithPast:  # fmt: skip
-        x = decoder.embed_tokens(input_ids[0])
-        y = torch.empty_like(x)
-        query, key, value = (x.new_empty(len(x), width) for width in widths)
-        q, k, v = (new.view(1, len(x), -1, head_dim).transpose(1, 2) for new in (query, key, value))
-        # transformers gives each angle twice, once for each half of a head.
-        cos, sin = (
-            a[..., : head_dim // 2].contiguous() for a in decoder.rotary_emb(x, position_ids)
-        )
-        parts = [
-            (rows, (cos[:, rows], sin[:, rows]), (query[None, rows], key[None, rows], value[rows]))
-            for rows in (slice(i, i + CHUNK) for i in range(0, len(x), CHUNK))
-        ]
+        buffers = buffers_of(input_ids.shape[1])
+        x, y, parts = buffers.x, buffers.y, buffers.parts
+        x.copy_(decoder.embed_tokens(input_ids[0]))
+        for angles, given in zip(buffers.angles, decoder.rotary_emb(x, position_ids), strict=True):
+            angles.copy_(given[..., : angles.shape[-1]])  # the other half of a head has the same
 
         def attend(attention: Any) -> Tensor:
+            query, key, value = buffers.qkv_by_head
             attended, _ = pool_attention(
-                attention, q, k, v, None, kv_access=kv_access, scaling=attention.scaling
+                attention, query, key, value, None, kv_access=kv_access, scaling=attention.scaling
             )
             return attended.reshape(len(x), -1)
 
-        for rows, angles, qkv in parts:
-            start((x[rows], *angles), qkv)
+        for part, turned_by, qkv in parts:
+            start((x[part], *turned_by), qkv)
         for attention, graph in zip(attentions[:-1], between, strict=True):
             attended = attend(attention)
-            for rows, angles, qkv in parts:
-                graph((x[rows], attended[rows], *angles), (y[rows], *qkv))
+            for part, turned_by, qkv in parts:
+                graph((x[part], attended[part], *turned_by), (y[part], *qkv))
             x, y = y, x
         attended = attend(attentions[-1])
         # After the last attention no token concerns another: only those that are asked for.

@@ -10,7 +10,7 @@ class KVPool:
     """K and V in blocks of slots; with block_size 1 a block is a slot.
 
     keys, values: [num_layers, num_blocks, block_size, num_kv_heads, head_dim]. What no request
-    has written must not be read. It is zero at first, and later what somebody left there.
+    has written must not be read: it can be anything.
     """
 
     def __init__(
@@ -18,10 +18,13 @@ class KVPool:
         *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        # Written now: a system hands out memory at the first touch, else in the middle of a step.
-        self.keys = torch.empty(shape, dtype=dtype, device=device).zero_()
-        self.values = torch.empty_like(self.keys).zero_()
+        # Not filled: on a CPU the system hands out memory at the first touch, so blocks that nobody
+        # ever needs cost nothing.
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty_like(self.keys)
         self.block_size = block_size
+        by_slot = self.keys.flatten(1, 2), self.values.flatten(1, 2)
+        self._layers = list(zip(*by_slot, strict=True))  # views, made once: each step asks for all
 
     @property
     def num_bytes(self) -> int:
@@ -29,7 +32,7 @@ class KVPool:
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer by slot, each [num_slots, num_kv_heads, head_dim]: views."""
-        return self.keys[index].flatten(0, 1), self.values[index].flatten(0, 1)
+        return self._layers[index]
 
     def write(self, index: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores the new tokens of a layer, [num_tokens, num_kv_heads, head_dim], by slot."""
