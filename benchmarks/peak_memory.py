@@ -26,14 +26,17 @@ def main() -> None:
         llm.engine.add_request(
             job.prompt_token_ids, SamplingParams(max_tokens=job.max_tokens, ignore_eos=True)
         )
+    manager, most_slots = llm.engine.scheduler.kv_cache, 0
     while llm.engine.has_unfinished:
         llm.engine.step()
+        most_slots = max(most_slots, manager.usage().allocated)
     unit = 1 if sys.platform == "darwin" else 1024
     weights = sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
     payload = {
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
         "weight_bytes": weights,
         "pool_bytes": llm.engine.runner.kv_bytes(),
+        "used_pool_bytes": llm.engine.runner.kv_bytes() * most_slots // manager.usage().total,
         "logit_rows_per_sequence": largest[0],
     }
     print(json.dumps(payload))

@@ -1,5 +1,8 @@
 """Graph: a function of tensors in ONNX's notation, computed by ONNX Runtime; Piece: its lines."""
 
+import ctypes
+import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,19 @@ except ImportError as error:
     raise ModelError(
         f"{error.name} is not installed: pip install onnx onnxruntime, or use --layers torch"
     ) from error
+
+
+@cache
+def share_an_arena() -> None:
+    """What lies between a graph's products is gone when it ends: all graphs have the same room.
+
+    The weights stay outside it. Its room grows by what is asked for, not by powers of two.
+    """
+    memory = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    as_requested = onnxruntime.OrtArenaCfg({"arena_extend_strategy": 1})
+    onnxruntime.create_and_register_allocator(memory, as_requested)
 
 
 class Graph:
@@ -39,7 +55,9 @@ class Graph:
         options = onnxruntime.SessionOptions()
         options.add_external_initializers(list(weights), self._weights)
         options.intra_op_num_threads = torch.get_num_threads()
-        options.enable_cpu_mem_arena = False  # each graph would keep one of its own
+        share_an_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         # Its threads must not wait for the next graph: attention needs the cores meanwhile.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         self._session = onnxruntime.InferenceSession(
@@ -117,3 +135,10 @@ class Piece:
     def graph(self, inputs: list[str], outputs: list[str]) -> Graph:
         head = f"graph ({', '.join(inputs)}) => ({', '.join(outputs)})"
         return Graph("\n".join([head, "{", *self.lines, "}"]), self.weights)
+
+
+def return_free_memory() -> None:
+    """To the system, where the C library can (glibc): to build graphs leaves holes in the heap."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from minivllm.attention.hf import KVAccess, pool_attention
 from minivllm.errors import RequestError
 from minivllm.fast_layers import Layers
-from minivllm.onnx_graph import Graph, Piece
+from minivllm.onnx_graph import Graph, Piece, return_free_memory
 
 CHUNK = 512  # rows that a graph takes at once: a long prompt's products need little room beside it
 
@@ -41,6 +41,7 @@ class OnnxLayers(Layers):
         refuse_other_models(model)
         super().__init__()
         self._forwards.append((model.__dict__, llama_forward(model)))
+        return_free_memory()
 
 
 class Buffers:

@@ -54,6 +54,35 @@ def load_tile(
             target[column] = source[column]
 
 
+# 2**x = sum of (x log 2)**n / n!; for x in [-1/2, 1/2] float32 needs no more of it than this.
+SERIES = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(6, -1, -1))
+LOG2_E = np.float32(1 / math.log(2))
+SMALLEST = np.float32(-126)  # the smallest power of two in float32
+
+
+@njit(fastmath=FASTMATH, nogil=True, cache=True)
+def exp_of_negative(x: Any, powers: Any, bits: Any) -> None:
+    """x = exp(x), for x of 0 or less; below exp(-87) it stays there. Off by (1 - x) * 2e-7 of it,
+    as x * LOG2_E is rounded.
+
+    x: [count]; powers: [TILE], float32, and bits: the same memory as int32. The system's library
+    takes one number at a time. This is without branches, so the compiler takes eight.
+    """
+    for t in range(len(x)):
+        y = x[t] * LOG2_E
+        if y < SMALLEST:
+            y = SMALLEST
+        whole = np.int32(y - np.float32(0.5))  # the nearest, as y is not positive
+        bits[t] = (whole + 127) << 23  # 2**whole: only its exponent differs from that of 1
+        rest = y - np.float32(whole)
+        found = SERIES[0]
+        for factor in SERIES[1:]:
+            found = found * rest + factor
+        x[t] = found
+    for t in range(len(x)):
+        x[t] *= powers[t]
+
+
 @cache
 def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
     """Compiled for a shape at its first call, which takes seconds; kept on disk after that."""
@@ -79,6 +108,8 @@ def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
             total = np.zeros(num_queries, np.float32)  # sum of exp(logit - best)
             sums = np.zeros((num_queries, head_dim), np.float32)  # sum of exp(logit - best) * V
             logits = np.empty((num_queries, TILE), np.float32)
+            powers = np.empty(TILE, np.float32)
+            bits = powers.view(np.int32)
             # A tile's K, then its V. Rows after its last token are zero or old, and weigh nothing.
             tile = np.zeros((TILE, heads_per_task * head_dim), np.float32)
             kv = tile.reshape(TILE, heads_per_task, head_dim)
@@ -107,7 +138,9 @@ def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
                     shrink = math.exp(best[i] - new_best)
                     tile_total = np.float32(0)
                     for t in range(count):
-                        logits[i, t] = math.exp(logits[i, t] - new_best)
+                        logits[i, t] -= new_best
+                    exp_of_negative(logits[i, :count], powers, bits)
+                    for t in range(count):
                         tile_total += logits[i, t]
                     logits[i, count:filled] = 0
                     total[i] = total[i] * shrink + tile_total

@@ -1,5 +1,6 @@
 """The reader compiled by numba, against the gather: whatever holds for one holds for the other."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +10,7 @@ from support import check_tokens_in_a_small_pool, scene
 pytest.importorskip("numba", reason="numba is not installed")
 
 from minivllm.attention.gather import GatherAttention
-from minivllm.attention.numba_attention import NumbaAttention
+from minivllm.attention.numba_attention import NumbaAttention, exp_of_negative
 from minivllm.errors import RequestError
 from minivllm.stages import paged_reader
 
@@ -49,6 +50,17 @@ def test_windows_and_capped_logits(sliding_window, softcap):
 def test_large_logits():
     """exp of them is beyond float32; a softmax is not."""
     check(*scene([100, 40], [1, 1], 4), scaling=20.0, tolerance=1e-3)
+
+
+def test_exp_of_what_is_not_positive():
+    x = np.concatenate([-np.geomspace(1e-9, 87, 1000), [0, -1, -0.5 * np.log(2)]]).astype("f")
+    found = np.concatenate([x, np.float32([-88, -1e4, -np.inf, np.nan])])
+    powers = np.empty(len(found), np.float32)
+    exp_of_negative(found, powers, powers.view(np.int32))
+    exact = np.exp(x.astype(float))
+    assert (abs(found[: len(x)] - exact) <= (1 - x) * 2e-7 * exact).all()
+    assert ((found[len(x) : -1] >= 0) & (found[len(x) : -1] < 2e-38)).all()
+    assert np.isnan(found[-1])
 
 
 def test_a_context_of_no_tokens_gives_zeros():
