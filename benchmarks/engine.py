@@ -127,7 +127,10 @@ def main(arguments: SequenceOf[str] | None = None) -> None:
     )
     memory = json.loads(peak.stdout.splitlines()[-1])
     allowed = 1.2 * (memory["weight_bytes"] + memory["pool_bytes"])
-    print(f"peak {memory['peak_bytes'] / 1e6:,.0f} MB; weights + pool + 20 %: {allowed / 1e6:,.0f}")
+    print(
+        f"peak {memory['peak_bytes'] / 1e6:,.0f} MB; weights + pool + 20 %: {allowed / 1e6:,.0f}; "
+        f"most of the pool that was in use: {memory['used_pool_bytes'] / 1e6:,.0f}"
+    )
     model, tokenizer = load_model()
     REFERENCE[:] = [model]
     systems: dict[str, System] = {

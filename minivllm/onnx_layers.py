@@ -2,7 +2,7 @@
 
 Attention stays ours. A graph is what lies between two attentions: the end of a layer and the start
 of the next. ONNX Runtime keeps a copy of each weight, in the order in which its products read it.
-That costs memory for the weights a second time, and pays where a step has more than a row or two.
+That costs memory for the weights a second time, and gains most where a step has several rows.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from minivllm.errors import RequestError
 from minivllm.fast_layers import Layers
 from minivllm.onnx_graph import Graph, Piece, return_free_memory
 
-CHUNK = 512  # rows that a graph takes at once: a long prompt's products need little room beside it
+CHUNK = 512  # rows that a graph takes at once: more would take more memory, and no less time
 
 # What goes into a graph and comes out of it, in ONNX's notation.
 X = "float[rows, width] x"
