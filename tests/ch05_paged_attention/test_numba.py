@@ -10,7 +10,8 @@ from support import check_tokens_in_a_small_pool, scene
 pytest.importorskip("numba", reason="numba is not installed")
 
 from minivllm.attention.gather import GatherAttention
-from minivllm.attention.numba_attention import NumbaAttention, exp_of_negative
+from minivllm.attention.numba_attention import NumbaAttention, dealt
+from minivllm.attention.numba_tiles import exp_of_negative
 from minivllm.errors import RequestError
 from minivllm.stages import paged_reader
 
@@ -27,12 +28,18 @@ def test_decode_prefill_and_what_lies_between(block_size):
     check(*scene([40, 13, 130, 1], [1] * 4, block_size))
     check(*scene([40, 13, 130, 1], [1, 13, 30, 1], block_size))
     check(*scene([40, 13], [5, 13], block_size))
+    check(*scene([300, 129, 70, 64], [300, 65, 64, 1], block_size))
 
 
 @pytest.mark.parametrize(("group_size", "head_dim"), [(1, 8), (4, 80)])
 def test_groups_and_head_sizes(group_size, head_dim):
     """Each shape is compiled for seconds, so these are few."""
     check(*scene([70, 9, 33], [1, 1, 1], 4, group_size=group_size, head_dim=head_dim))
+    check(*scene([210, 9, 33], [200, 9, 2], 4, group_size=group_size, head_dim=head_dim))
+
+
+def test_a_head_whose_size_is_no_multiple_of_eight_and_a_group_larger_than_a_task():
+    check(*scene([70, 9], [1, 9], 4, group_size=200, head_dim=12))
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 4, 7])
@@ -43,13 +50,15 @@ def test_few_sequences_and_many_are_shared_out_differently(num_seqs):
 @pytest.mark.parametrize("sliding_window", [1, 7, 33, 100])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_windows_and_capped_logits(sliding_window, softcap):
-    query, pool, batch = scene([90, 22], [1, 1], 4)
-    check(query, pool, batch, sliding_window=sliding_window, softcap=softcap, scaling=0.7)
+    limits = {"sliding_window": sliding_window, "softcap": softcap, "scaling": 0.7}
+    check(*scene([90, 22], [1, 1], 4), **limits)
+    check(*scene([150, 22], [140, 7], 4), **limits)
 
 
 def test_large_logits():
     """exp of them is beyond float32; a softmax is not."""
     check(*scene([100, 40], [1, 1], 4), scaling=20.0, tolerance=1e-3)
+    check(*scene([100, 40], [90, 40], 4), scaling=20.0, tolerance=1e-3)
 
 
 def test_exp_of_what_is_not_positive():
@@ -77,6 +86,15 @@ def test_two_sequences_may_share_blocks():
     check(query, pool, batch)
 
 
+@pytest.mark.parametrize("num_hands", [1, 2, 3])
+def test_threads_get_about_the_same(num_hands):
+    costs = [3, 1, 4, 12, 5, 9, 2, 6, 7, 8, 11, 10]
+    tasks = dealt([(cost, i) for i, cost in enumerate(costs)], num_hands)
+    assert sorted(tasks.T.tolist()) == sorted([cost, i] for i, cost in enumerate(costs))
+    shares = [hand.sum() for hand in np.split(tasks[0], num_hands)]
+    assert max(shares) - min(shares) <= 2
+
+
 def test_each_step_is_planned_anew():
     """Also for a batch of the same size; the second layer of a step uses the plan of the first."""
     reader = NumbaAttention()
@@ -92,14 +110,18 @@ def test_each_step_is_planned_anew():
 def test_any_batch(examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
-        lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 4)), min_size=1, max_size=6),
+        lengths=st.lists(
+            st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 2, 30, 70])),
+            min_size=1,
+            max_size=6,
+        ),
         block_size=st.sampled_from([1, 2, 3, 16, 32, 128]),
         sliding_window=st.sampled_from([None, None, 3, 64, 70]),
         seed=st.integers(0, 99),
     )
     def run(lengths, block_size, sliding_window, seed):
-        new = [max(1, count - 2) for _, count in lengths]
-        context_lens = [cached + count for (cached, _), count in zip(lengths, new, strict=True)]
+        new = [count for _, count in lengths]
+        context_lens = [cached + count for cached, count in lengths]
         query, pool, batch = scene(context_lens, new, block_size, seed=seed)
         check(query, pool, batch, sliding_window=sliding_window)
 
