@@ -16,6 +16,7 @@ def machine() -> dict:
     """The machine and the versions that a result was measured with."""
     return {
         "processor": processor(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),  # AVX2, AVX512, ...
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
