@@ -1,7 +1,5 @@
 """Graph: a function of tensors in ONNX's notation, computed by ONNX Runtime; Piece: its lines."""
 
-import ctypes
-import os
 from functools import cache
 from typing import Any
 
@@ -135,10 +133,3 @@ class Piece:
     def graph(self, inputs: list[str], outputs: list[str]) -> Graph:
         head = f"graph ({', '.join(inputs)}) => ({', '.join(outputs)})"
         return Graph("\n".join([head, "{", *self.lines, "}"]), self.weights)
-
-
-def return_free_memory() -> None:
-    """To the system, where the C library can (glibc): to build graphs leaves holes in the heap."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)

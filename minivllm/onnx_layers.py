@@ -17,7 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from minivllm.attention.hf import KVAccess, pool_attention
 from minivllm.errors import RequestError
 from minivllm.fast_layers import Layers
-from minivllm.onnx_graph import Graph, Piece, return_free_memory
+from minivllm.heap import return_free_memory
+from minivllm.onnx_graph import Graph, Piece
 
 CHUNK = 512  # rows that a graph takes at once: more would take more memory, and no less time
 

@@ -133,7 +133,8 @@ def name_of(result: dict) -> str:
     machine = result["machine"]
     # Results from before it was recorded do not have it.
     vectors = f" ({machine['vector_instructions']})" if "vector_instructions" in machine else ""
-    return f"{machine['processor']}{vectors} with {machine['cores']} cores, torch {machine['torch']}"
+    cores = f"{machine['cores']} cores"
+    return f"{machine['processor']}{vectors} with {cores}, torch {machine['torch']}"
 
 
 def measured_on(result: dict) -> str:

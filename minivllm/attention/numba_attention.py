@@ -6,6 +6,7 @@ K and V are read through the block table, a tile of tokens at a time, without a 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from minivllm.attention.batch import Batch
 from minivllm.errors import ModelError
+from minivllm.heap import return_free_memory
 
 try:
     import numba
@@ -23,6 +25,14 @@ except ImportError as error:
 
 from minivllm.attention.numba_decode import decode_kernel
 from minivllm.attention.numba_prefill import prefill_kernel, tokens_per_task
+
+
+def run(kernel: Any, *arguments: Any) -> None:
+    """Calls a kernel. The first call compiles it, and the compiler leaves holes in the heap."""
+    num_compiled = len(kernel.signatures)
+    kernel(*arguments)
+    if len(kernel.signatures) > num_compiled:
+        return_free_memory()
 
 
 def dealt(tasks: Iterable[tuple[int, ...]], num_hands: int) -> np.ndarray:
@@ -104,13 +114,14 @@ class NumbaAttention:
             # All KV heads of a token lie in a row: one task reads them all, unless there are too
             # few sequences to keep each thread busy.
             enough = len(rows) >= 2 * self._num_threads
-            decode_kernel(group_size, head_dim)(
-                *arrays, sequences, rows, context_lens, batch.block_size, *limits,
-                num_kv_heads if enough else 1,
+            run(
+                decode_kernel(group_size, head_dim), *arrays, sequences, rows, context_lens,
+                batch.block_size, *limits, num_kv_heads if enough else 1,
             )  # fmt: skip
         if plan.prompts.size:
             context_lens, counts, rows, sequences, kv_heads = plan.prompts
-            prefill_kernel(group_size, head_dim)(
-                *arrays, sequences, rows, context_lens, batch.block_size, *limits, counts, kv_heads
-            )
+            run(
+                prefill_kernel(group_size, head_dim), *arrays, sequences, rows, context_lens,
+                batch.block_size, *limits, counts, kv_heads,
+            )  # fmt: skip
         return output

@@ -1,7 +1,6 @@
 """The kernel for what decodes, on a CPU: one new token of each sequence, a tile of 64 at a time."""
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,7 @@ TILE = 64  # tokens looked at together; a multiple of 4
 
 
 @cache
-def decode_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
+def decode_kernel(group_size: int, head_dim: int) -> Any:
     """Compiled for a shape at its first call, which takes seconds; kept on disk after that."""
 
     @njit(parallel=True, fastmath=FASTMATH, nogil=True, cache=True)

@@ -7,7 +7,6 @@ are in the pool already, so a token sees everything up to its own position.
 """
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -32,7 +31,7 @@ def tokens_per_task(group_size: int) -> int:
 
 
 @cache
-def prefill_kernel(group_size: int, head_dim: int) -> Callable[..., None]:
+def prefill_kernel(group_size: int, head_dim: int) -> Any:
     """Compiled for a shape at its first call, which takes seconds; kept on disk after that."""
     width = (head_dim + 7) // 8 * 8  # columns and tokens are taken by eights
 

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Who may import whom: each name only those that stand before it.
 LAYERS = [
-    {"errors"},
+    {"errors", "heap"},
     {"sampling_params", "sequence"},
     {"memory"},
     {"sampler", "detokenizer", "packaged_model", "models", "scheduler"},
@@ -79,7 +79,7 @@ GROUPS = {
     "models": {"models", "packaged_model"},
     "text": {"sampler", "detokenizer"},
     "assembly": {"stages", "llm"},
-    "ground": {"sequence", "sampling_params", "errors"},
+    "ground": {"sequence", "sampling_params", "errors", "heap"},
 }
 GROUP = {part: group for group, parts in GROUPS.items() for part in parts}
 
