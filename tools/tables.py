@@ -91,13 +91,18 @@ def engine_table(result: dict) -> str:
         ratio = result["ratios"][case]
         cells.append(f"{ratio['prefill_to_vllm']:.2f} / {ratio['decode_to_vllm']:.2f}")
         rows += f"| {case} | {' | '.join(cells)} |\n"
-    rounds = result["rounds"]
-    runs = f"medians of {rounds} alternating runs" if rounds > 1 else "one run of each"
     return (
         f"| sequences x prompt | {' | '.join(names.values())} | times vLLM's better mode |\n"
         f"|---|{'---|' * (len(names) + 1)}\n{rows}\n"
-        f"Prefill / decode, tokens/s; {runs} in float32, "
-        f"on {name_of(result)}, "
+        f"Prefill / decode, tokens/s; {engine_runs(result)}"
+    )
+
+
+def engine_runs(result: dict) -> str:
+    rounds = result["rounds"]
+    runs = f"medians of {rounds} alternating runs" if rounds > 1 else "one run of each"
+    return (
+        f"{runs} in float32, on {name_of(result)}, "
         f"transformers {result['machine']['transformers']}, vLLM {result['versions']['vllm']}.\n"
     )
 
@@ -111,6 +116,7 @@ def engine_ratios_table(result: dict) -> str:
     return (
         "| times vLLM's better mode | prefill | decode |\n|---|---|---|\n"
         f"{rows}| *geometric mean of the shapes* | {means[0]:.2f} | {means[1]:.2f} |\n\n"
+        f"From {engine_runs(result)}"
     )
 
 

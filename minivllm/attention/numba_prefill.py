@@ -47,7 +47,7 @@ def prefill_kernel(group_size: int, head_dim: int) -> Any:
             context_len = context_lens[task]  # up to the last new token of this task
             first_position = context_len - num_new
             first_head, column = kv_head * group_size, kv_head * head_dim
-            lanes = (num_new * group_size * 4 + LINE - 1) // LINE * (LINE // 4)
+            lanes = (num_new * group_size + LINE - 1) // LINE * LINE
             q = aligned_zeros(width, lanes)
             positions = np.full(lanes, context_len - 1, np.int32)
             for i in range(num_new * group_size):

@@ -11,15 +11,15 @@ from numba.extending import intrinsic
 
 # Sums may be taken in any order. NaN and infinity keep their meaning: -inf is "nothing yet".
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
-LINE = 64  # bytes that a processor reads from memory at once, and the widest of its registers
+LINE = 16  # float32 that a processor reads from memory at once, and that its widest register takes
 
 
 @njit(nogil=True, cache=True)
 def aligned_zeros(rows: Any, columns: Any) -> Any:
-    """[rows, columns], float32, from a line's start on: with columns a multiple of 16, what a
+    """[rows, columns], float32, from a line's start on: with columns a multiple of LINE, what a
     register takes never lies in two lines."""
-    memory = np.zeros(rows * columns + LINE // 4, np.float32)
-    first = -memory.ctypes.data % LINE // 4
+    memory = np.zeros(rows * columns + LINE, np.float32)
+    first = -memory.ctypes.data // 4 % LINE
     return memory[first : first + rows * columns].reshape(rows, columns)
 
 
@@ -49,7 +49,7 @@ def fetch(
     """fetch_line for K or V of tokens start to stop - 1; see load_tile."""
     for token in range(start, stop):
         slot = block_table[token // block_size] * block_size + token % block_size
-        for column in range(first, first + width, LINE // 4):
+        for column in range(first, first + width, LINE):
             fetch_line(pool, slot, column)  # type: ignore[call-arg]
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("numba", reason="numba is not installed")
 
 from minivllm.attention.gather import GatherAttention
 from minivllm.attention.numba_attention import NumbaAttention, dealt
-from minivllm.attention.numba_tiles import exp_of_negative
+from minivllm.attention.numba_tiles import aligned_zeros, exp_of_negative
 from minivllm.errors import RequestError
 from minivllm.stages import paged_reader
 
@@ -70,6 +70,11 @@ def test_exp_of_what_is_not_positive():
     assert (abs(found[: len(x)] - exact) <= (1 - x) * 2e-7 * exact).all()
     assert ((found[len(x) : -1] >= 0) & (found[len(x) : -1] < 2e-38)).all()
     assert np.isnan(found[-1])
+
+
+def test_buffers_begin_with_a_line_of_64_bytes():
+    several = [aligned_zeros(rows, 16) for rows in (1, 2, 3, 5, 8, 13, 200)]
+    assert not any(buffer.ctypes.data % 64 or buffer.any() for buffer in several)
 
 
 def test_a_context_of_no_tokens_gives_zeros():
