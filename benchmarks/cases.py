@@ -12,7 +12,7 @@ SHAPES = [(1, 16), (16, 16), (32, 16), (1, 512), (16, 512), (4, 2048)]
 OUTPUT = 33
 TRACE = "trace"
 KV_SLOTS = 32_768
-OURS = "paged-numba-onnx"
+OURS = "paged-numba-onednn"
 STAGES = {
     "past_key_values": KVOptions("past_key_values"),
     "reserve-max": KVOptions("reserved", 32 * MAX_MODEL_LEN, MAX_MODEL_LEN),
@@ -20,7 +20,7 @@ STAGES = {
     "paged-numba": KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="numba"),
     OURS: KVOptions("paged", KV_SLOTS, MAX_MODEL_LEN, attention="numba"),
 }
-LAYERS = {OURS: "onnx"}  # of the others: torch
+LAYERS = {OURS: "onednn"}  # of the others: torch
 
 
 def make_llm(model, tokenizer, name: str) -> LLM:

@@ -1,7 +1,7 @@
 """This engine in a process of its own: jobs come as JSON lines on stdin, results go out on stdout.
 
-Started by benchmarks/systems.py with `engine`, `bare` or `own_share`, and with the short wait of
-torch's threads that `minivllm generate --layers onnx` sets.
+Started by benchmarks/systems.py with `engine`, `bare` or `own_share`. minivllm is imported before
+torch here, as on the command line: see minivllm/threads.py.
 """
 
 import json
@@ -16,12 +16,12 @@ def main() -> None:
 
     from minivllm.compare import Job
     from minivllm.models import load_model
-    from minivllm.onnx_layers import OnnxLayers
+    from minivllm.onednn_layers import OneDnnLayers
 
     model, tokenizer = load_model()
     what = sys.argv[1]
     if what == "bare":
-        run = bare_model(model, OnnxLayers(model))
+        run = bare_model(model, OneDnnLayers(model))
     elif what == "engine":
         run = stage(model, tokenizer, OURS)
     print(json.dumps({"ready": True}), file=results, flush=True)

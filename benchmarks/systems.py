@@ -26,7 +26,6 @@ from transformers import (
 from minivllm.attention.batch import Batch
 from minivllm.attention.dense import attend, attend_one_sequence
 from minivllm.attention.hf import KVAccess, attention_through_pool
-from minivllm.cli.main import SHORT_WAIT
 from minivllm.compare import Job
 from minivllm.fast_layers import Layers
 from minivllm.sampling_params import SamplingParams
@@ -266,10 +265,10 @@ def generate_batch(model: PreTrainedModel) -> System:
 class Worker:
     """A process that answers a line of jobs with a line of results."""
 
-    def __init__(self, command: SequenceOf[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: SequenceOf[str], environment: dict[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env=os.environ | environment,
+            text=True, env=os.environ | (environment or {}),
         )  # fmt: skip
         self._errors: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
@@ -304,7 +303,7 @@ HERE = Path(__file__).parent
 
 def our_worker(what: str) -> Worker:
     """what: engine, bare or own_share, see engine_worker.py."""
-    return Worker([sys.executable, str(HERE / "engine_worker.py"), what], SHORT_WAIT)
+    return Worker([sys.executable, str(HERE / "engine_worker.py"), what])
 
 
 def vllm_worker(python: Path, folder: str, mode: str) -> Worker:

@@ -3,11 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from minivllm.threads import share_a_team
+
 if TYPE_CHECKING:
     from minivllm.engine import Engine, Increment
     from minivllm.llm import LLM, Completion
     from minivllm.models import load_model
     from minivllm.sampling_params import SamplingParams
+
+share_a_team()
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Engine", "Increment", "SamplingParams", "load_model"]

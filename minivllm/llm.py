@@ -41,7 +41,7 @@ class LLM:
     model: a name as in models.load_model, or a loaded model together with its tokenizer.
     max_tokens_per_step, max_running: the scheduler's budgets.
     kv: how K and V are kept; default: in a cache object of the model's own per request.
-    layers: by what all but attention is computed: torch, or onnx (see stages.build_stage).
+    layers: by what all but attention is computed: torch, or onednn (see stages.build_stage).
     """
 
     def __init__(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KV_CACHES = ("past_key_values", "reserved", "growing", "paged")
 ATTENTIONS = ("auto", "gather", "numba", "triton")
-LAYERS = ("torch", "onnx")
+LAYERS = ("torch", "onednn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def build_stage(
 ) -> tuple[Runner, KVCacheManager]:
     """The runner and the KV cache manager of a stage. Raises RequestError.
 
-    layers: by what a pool's runner computes all but attention: torch, or onnx (ONNX Runtime).
+    layers: by what a pool's runner computes all but attention: torch, or onednn.
     """
     if options.kv_cache not in KV_CACHES:
         raise RequestError(f"kv_cache is {options.kv_cache!r}: use one of {', '.join(KV_CACHES)}")
@@ -132,8 +132,8 @@ def build_stage(
         shape.num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim,
         dtype=model.dtype, device=model.device,
     )  # fmt: skip
-    if layers == "onnx":
-        from minivllm.onnx_layers import OnnxLayers
+    if layers == "onednn":
+        from minivllm.onednn_layers import OneDnnLayers
 
-        return PoolRunner(model, pool, attend, OnnxLayers(model)), manager
+        return PoolRunner(model, pool, attend, OneDnnLayers(model)), manager
     return PoolRunner(model, pool, attend), manager

@@ -49,13 +49,13 @@ def improvements_table(result: dict) -> str:
     rows = "".join(
         f"| {row['sequences']} x {row['prompt_len']:,} | {row['least_ms']:.0f} | "
         f"{row['ms']['plain']:.0f} | {row['ms']['products']:.0f} | {row['ms']['layers']:.0f} | "
-        f"{row['ms']['numba']:.0f} | {row['ms']['onnx']:.0f} | "
-        f"{row['ms']['plain'] / row['ms']['onnx']:.2f} |\n"
+        f"{row['ms']['numba']:.0f} | {row['ms']['onednn']:.0f} | "
+        f"{row['ms']['plain'] / row['ms']['onednn']:.2f} |\n"
         for row in result["rows"]
     )
     return (
         "| sequences x tokens | at least, ms | model's layers, gather | faster products | "
-        f"fewer calls | numba reads | ONNX Runtime | gain |\n|---|{'---|' * 7}\n{rows}\n"
+        f"fewer calls | numba reads | oneDNN | gain |\n|---|{'---|' * 7}\n{rows}\n"
         f"ms of a decode step, medians of {result['steps']} steps, in turns, in float32, on "
         f"{name_of(result)}; it reads memory at {result['read_bytes_per_s'] / 1e9:.0f} GB/s.\n"
     )
@@ -74,7 +74,7 @@ def step_parts_table(result: dict) -> str:
 
 def engine_table(result: dict) -> str:
     names = {
-        "paged-numba-onnx": "minivllm",
+        "paged-numba-onednn": "minivllm",
         "vllm-eager": "vLLM, eager",
         "vllm-default": "vLLM, compiled",
         "generate": "generate",

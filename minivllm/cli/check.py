@@ -39,8 +39,7 @@ def check(
     for package in PACKAGES:
         row(package, package_version(package))
     row("triton", triton_status())
-    for package, option in (("numba", "attention numba"), ("onnxruntime", "layers onnx")):
-        row(package, optional_status(package, option))
+    row("numba", optional_status("numba", "attention numba"))
     row("device", device(torch))
     row("CPU threads", str(torch.get_num_threads()))
     damaged = None

@@ -45,7 +45,7 @@ def generate(
         str, typer.Option(help="How a paged pool is read: auto, gather, numba or triton.")
     ] = "auto",
     layers: Annotated[
-        str, typer.Option(help="What computes the rest of a pool's model: torch or onnx.")
+        str, typer.Option(help="What computes the rest of a pool's model: torch or onednn.")
     ] = "torch",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request, in tokens; default: what fits.")

@@ -5,10 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-# Read when torch is first imported: how often its idle threads look for work before they sleep.
-# While they look they keep a core busy, and ONNX Runtime's threads find it taken.
-SHORT_WAIT = {"GOMP_SPINCOUNT": "1000"}
-
 
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
@@ -27,9 +23,6 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
-    if "onnx" in arguments or "--layers=onnx" in arguments:
-        for name, value in SHORT_WAIT.items():
-            os.environ.setdefault(name, value)
     error = None
     if folder is not None:
         from minivllm.course.overlay import files_in, install

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from minivllm import fast_layers, fast_math
+from minivllm import fast_layers, fast_math, onednn_layers
 from minivllm.attention.batch import Batch
 from minivllm.attention.gather import GatherAttention
 from minivllm.attention.hf import KVAccess, attention_through_pool
@@ -41,8 +41,9 @@ def model(request):
 
 
 @torch.inference_mode()
-def logits_of(model, prompts, layers):
-    """After each token of a prefill in one packed pass, then of one decode step."""
+def logits_of(model, prompts, layers, kept=0):
+    """After each token of a prefill in one packed pass, or those of them that are kept; then of one
+    decode step."""
     head_dim = model.model.layers[0].self_attn.head_dim
     pool = KVPool(3, 40, 4, 2, head_dim)
     reader, found = GatherAttention(), []
@@ -50,7 +51,7 @@ def logits_of(model, prompts, layers):
         Sequence(f"{i}", prompt, SamplingParams(), [], list(range(8 * i, 8 * i + 8)))
         for i, prompt in enumerate(prompts)
     ]
-    for _ in range(2):
+    for logits_to_keep in (kept, 0):
         for seq in sequences:
             seq.num_scheduled = seq.num_remaining
         batch = Batch.of(sequences, 4, torch.device("cpu"))
@@ -58,6 +59,7 @@ def logits_of(model, prompts, layers):
             output = model(
                 input_ids=batch.input_ids[None], position_ids=batch.positions[None],
                 use_cache=False, kv_access=KVAccess(pool, batch, reader),
+                logits_to_keep=logits_to_keep,
             )  # fmt: skip
         found.append(output.logits[0])
         for seq in sequences:
@@ -140,23 +142,20 @@ def test_small_or_half_precision_weights_are_left_alone(tiny, model):
     assert FastLayers(half).fastest == {}
 
 
-@pytest.fixture
-def onnx_layers():
-    for library in ("onnx", "onnxruntime"):
-        pytest.importorskip(library, reason=f"{library} is not installed")
-    from minivllm import onnx_layers
-
-    return onnx_layers
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
+)
 
 
+@needs_onednn
 @pytest.mark.parametrize("chunk", [512, 4, 1])
-def test_the_same_logits_by_onnx_runtime(model, onnx_layers, chunk, monkeypatch):
+def test_the_same_logits_by_onednn(model, chunk, monkeypatch):
     from contextlib import nullcontext
 
     if "Llama" not in type(model).__name__:
-        pytest.skip("its graphs are Llama's")
-    monkeypatch.setattr(onnx_layers, "CHUNK", chunk)
-    layers = onnx_layers.OnnxLayers(model)
+        pytest.skip("its forward pass is Llama's")
+    monkeypatch.setattr(onednn_layers, "CHUNK", chunk)
+    layers = onednn_layers.OneDnnLayers(model)
     with layers():
         assert "forward" in vars(model)
     expected = logits_of(model, PROMPTS, nullcontext)
@@ -172,34 +171,53 @@ def test_the_same_logits_by_onnx_runtime(model, onnx_layers, chunk, monkeypatch)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@needs_onednn
+@pytest.mark.parametrize("kept", [0, 1, 3, [4], [4, 25], []])
+def test_the_rows_that_are_asked_for(model, kept):
+    if "Llama" not in type(model).__name__:
+        pytest.skip("its forward pass is Llama's")
+    layers = onednn_layers.OneDnnLayers(model)
+    if isinstance(kept, list):
+        expected = logits_of(model, PROMPTS, layers)[0][kept]
+        kept = torch.tensor(kept, dtype=torch.long)
+    else:
+        expected = logits_of(model, PROMPTS, layers)[0][-kept:]
+    found = logits_of(model, PROMPTS, layers, kept)[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@needs_onednn
 @pytest.mark.parametrize("attention", ["gather", "numba"])
-def test_the_same_tokens_by_onnx_runtime(onnx_layers, tiny, attention):
+def test_the_same_tokens_by_onednn(tiny, attention):
     if attention == "numba":
         pytest.importorskip("numba", reason="numba is not installed")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompts = [[3, 4, 5], list(range(9, 60)), [7]]
     kv = KVOptions("paged", 512, block_size=4, attention=attention)
-    by = {name: LLM(*tiny, kv=kv, layers=name) for name in ("torch", "onnx")}
-    torch_tokens, onnx_tokens = (
+    by = {name: LLM(*tiny, kv=kv, layers=name) for name in ("torch", "onednn")}
+    torch_tokens, onednn_tokens = (
         [c.token_ids for c in llm.generate(prompts, params, progress=False)] for llm in by.values()
     )
-    assert onnx_tokens == torch_tokens
+    assert onednn_tokens == torch_tokens
 
 
-def test_onnx_layers_refuse_what_they_cannot_compute(onnx_layers, tiny, model):
+def test_onednn_layers_refuse_what_they_cannot_compute(tiny, model, monkeypatch):
     if type(model).__name__ == "Qwen2ForCausalLM":
         with pytest.raises(RequestError, match=r"for a Llama model .* qwen2 .*: use torch"):
-            onnx_layers.OnnxLayers(model)
+            onednn_layers.OneDnnLayers(model)
     half = copy.deepcopy(tiny[0]).to(torch.bfloat16)
     with pytest.raises(RequestError, match=r"float32 on a CPU, and .*bfloat16"):
-        onnx_layers.OnnxLayers(half)
+        onednn_layers.OneDnnLayers(half)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(RequestError, match="a torch with oneDNN, and this has none: use torch"):
+        onednn_layers.OneDnnLayers(tiny[0])
 
 
 def test_layers_that_nobody_knows_are_refused(tiny):
-    with pytest.raises(RequestError, match="layers is 'onx': use one of torch, onnx"):
-        LLM(*tiny, kv=KVOptions("paged", 64), layers="onx")
-    with pytest.raises(RequestError, match="past_key_values goes with layers torch, not onnx"):
-        LLM(*tiny, layers="onnx")
+    with pytest.raises(RequestError, match="layers is 'onednm': use one of torch, onednn"):
+        LLM(*tiny, kv=KVOptions("paged", 64), layers="onednm")
+    with pytest.raises(RequestError, match="past_key_values goes with layers torch, not onednn"):
+        LLM(*tiny, layers="onednn")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 65])

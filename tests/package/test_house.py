@@ -10,20 +10,20 @@ import pytest
 
 import minivllm
 from minivllm.course.chapters import ROOT
+from minivllm.threads import OPENMP
 
 PACKAGE = Path(minivllm.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Who may import whom: each name only those that stand before it.
 LAYERS = [
-    {"errors", "heap"},
+    {"errors", "heap", "threads"},
     {"sampling_params", "sequence"},
     {"memory"},
     {"sampler", "detokenizer", "packaged_model", "models", "scheduler"},
     {"attention", "fast_math"},
     {"fast_layers"},
-    {"onnx_graph"},
-    {"onnx_layers"},
+    {"onednn_layers"},
     {"runners"},
     {"engine"},
     {"stages", "simulation", "charts", "course"},
@@ -75,11 +75,11 @@ def test_imports_run_one_way(path):
 
 # Parts that the map of the code shows as one.
 GROUPS = {
-    "runners": {"runners", "fast_layers", "fast_math", "onnx_graph", "onnx_layers"},
+    "runners": {"runners", "fast_layers", "fast_math", "onednn_layers"},
     "models": {"models", "packaged_model"},
     "text": {"sampler", "detokenizer"},
     "assembly": {"stages", "llm"},
-    "ground": {"sequence", "sampling_params", "errors", "heap"},
+    "ground": {"sequence", "sampling_params", "errors", "heap", "threads"},
 }
 GROUP = {part: group for group, parts in GROUPS.items() for part in parts}
 
@@ -172,38 +172,20 @@ def test_without_numba_the_gather_reads_and_numba_is_refused():
     assert result.returncode == 0, result.stderr
 
 
-def test_without_onnx_runtime_its_layers_are_refused():
+def test_torch_and_numba_have_one_team_of_threads():
+    """With two, threads of one that wait for work would keep the cores from the other's."""
+    torch = pytest.importorskip("torch")
+    if not (Path(torch.__file__).parent / "lib" / OPENMP).exists():
+        pytest.skip("this torch asks for its OpenMP library by another name")
     code = (
-        "import sys\n"
-        "sys.modules['onnxruntime'] = None\n"
-        "from minivllm import LLM\n"
-        "from minivllm.errors import ModelError\n"
-        "from minivllm.stages import KVOptions\n"
-        "LLM('tiny-random', kv=KVOptions('paged', 64))\n"
-        "try:\n"
-        "    LLM('tiny-random', kv=KVOptions('paged', 64), layers='onnx')\n"
-        "except ModelError as error:\n"
-        "    assert 'onnxruntime is not installed: pip install onnx onnxruntime' in str(error)\n"
-        "else:\n"
-        "    raise SystemExit('onnxruntime was not missed')\n"
+        "import minivllm.llm\n"
+        "import torch\n"
+        "import numba.np.ufunc.omppool\n"
+        "torch.ones(1000, 1000) @ torch.ones(1000, 1000)\n"
+        "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line}))\n"
     )
-    result = run_python(code)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("option", [["--layers", "onnx"], ["--layers=onnx"], []])
-def test_torchs_threads_wait_less_where_onnx_runtime_computes(option, monkeypatch):
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    code = (
-        "import os, sys\n"
-        f"sys.argv = ['minivllm', 'generate', *{option}, '--help']\n"
-        "from minivllm.cli.main import main\n"
-        "try:\n"
-        "    main()\n"
-        "finally:\n"
-        "    print('count:', os.environ.get('GOMP_SPINCOUNT'))\n"
-    )
-    assert run_python(code).stdout.splitlines()[-1] == f"count: {1000 if option else None}"
+    pytest.importorskip("numba.np.ufunc.omppool", reason="numba has no OpenMP here")
+    assert run_python(code).stdout.splitlines()[-1] == "1"
 
 
 def test_no_bare_assert_for_user_input():
