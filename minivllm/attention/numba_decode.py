@@ -43,8 +43,6 @@ def decode_kernel(group_size: int, head_dim: int) -> Any:
             total = np.zeros(num_queries, np.float32)  # sum of exp(logit - best)
             sums = aligned_zeros(num_queries, head_dim)  # sum of exp(logit - best) * V
             logits = aligned_zeros(num_queries, TILE)
-            powers = np.empty(TILE, np.float32)
-            bits = powers.view(np.int32)
             # A tile's K, then its V. Rows after its last token are zero or old, and weigh nothing.
             tile = aligned_zeros(TILE, width)
             kv = tile.reshape(TILE, heads_per_task, head_dim)
@@ -77,9 +75,7 @@ def decode_kernel(group_size: int, head_dim: int) -> Any:
                     shrink = math.exp(best[i] - new_best)
                     tile_total = np.float32(0)
                     for t in range(count):
-                        logits[i, t] -= new_best
-                    exp_of_negative(logits[i, :count], powers, bits)
-                    for t in range(count):
+                        logits[i, t] = exp_of_negative(logits[i, t] - new_best)
                         tile_total += logits[i, t]
                     logits[i, count:filled] = 0
                     total[i] = total[i] * shrink + tile_total

@@ -78,25 +78,31 @@ LOG2_E = np.float32(1 / math.log(2))
 SMALLEST = np.float32(-126)  # the smallest power of two in float32
 
 
-@njit(fastmath=FASTMATH, nogil=True, cache=True)
-def exp_of_negative(x: Any, powers: Any, bits: Any) -> None:
-    """x = exp(x), for x of 0 or less; below exp(-87) it stays there. Off by (1 - x) * 2e-7 of it,
-    as x * LOG2_E is rounded.
+@intrinsic
+def with_bits(context: Any, bits: Any) -> Any:
+    """The float32 whose 32 bits are those of this int32."""
 
-    x: [count]; powers: [count or more], float32, and bits: the same memory as int32. The
-    system's library takes one number at a time. This is without branches, so the compiler takes
-    eight or sixteen.
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@njit(fastmath=FASTMATH, nogil=True, cache=True)
+def exp_of_negative(x: Any) -> Any:
+    """exp(x) for an x of 0 or less, float32; below exp(-87) it stays there. Off by (1 - x) * 2e-7
+    of it, as x * LOG2_E is rounded.
+
+    The system's library takes one number at a time. This is without branches, so in a loop the
+    compiler takes eight or sixteen.
     """
-    for t in range(len(x)):
-        y = x[t] * LOG2_E
-        if y < SMALLEST:
-            y = SMALLEST
-        whole = np.int32(y - np.float32(0.5))  # the nearest, as y is not positive
-        bits[t] = (whole + 127) << 23  # 2**whole: only its exponent differs from that of 1
-        rest = y - np.float32(whole)
-        found = SERIES[0]
-        for factor in SERIES[1:]:
-            found = found * rest + factor
-        x[t] = found
-    for t in range(len(x)):
-        x[t] *= powers[t]
+    y = x * LOG2_E
+    if y < SMALLEST:  # and not max(): NaN must stay
+        y = SMALLEST
+    whole = np.int32(y - np.float32(0.5))  # the nearest, as y is not positive
+    rest = y - np.float32(whole)
+    found = SERIES[0]
+    for factor in SERIES[1:]:
+        found = found * rest + factor
+    # 2**whole: only its exponent differs from that of 1.
+    return found * with_bits(np.int32((whole + 127) << 23))  # type: ignore[call-arg]

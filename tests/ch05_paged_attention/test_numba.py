@@ -9,8 +9,11 @@ from support import check_tokens_in_a_small_pool, scene
 
 pytest.importorskip("numba", reason="numba is not installed")
 
+import numba
+
 from minivllm.attention.gather import GatherAttention
 from minivllm.attention.numba_attention import NumbaAttention, dealt
+from minivllm.attention.numba_products import COLUMNS, ROWS, add_to_block, set_block
 from minivllm.attention.numba_tiles import aligned_zeros, exp_of_negative
 from minivllm.errors import RequestError
 from minivllm.stages import paged_reader
@@ -64,12 +67,40 @@ def test_large_logits():
 def test_exp_of_what_is_not_positive():
     x = np.concatenate([-np.geomspace(1e-9, 87, 1000), [0, -1, -0.5 * np.log(2)]]).astype("f")
     found = np.concatenate([x, np.float32([-88, -1e4, -np.inf, np.nan])])
-    powers = np.empty(len(found), np.float32)
-    exp_of_negative(found, powers, powers.view(np.int32))
+
+    @numba.njit
+    def replace_all(numbers):
+        for i in range(len(numbers)):
+            numbers[i] = exp_of_negative(numbers[i])
+
+    replace_all(found)
     exact = np.exp(x.astype(float))
     assert (abs(found[: len(x)] - exact) <= (1 - x) * 2e-7 * exact).all()
     assert ((found[len(x) : -1] >= 0) & (found[len(x) : -1] < 2e-38)).all()
     assert np.isnan(found[-1])
+
+
+def test_blocks_of_products():
+    """Row by row and turned; the rest of the result stays as it is."""
+    random = np.random.default_rng(0)
+    b, out, expected = (aligned_zeros(rows, 2 * COLUMNS) for rows in (5, 3 * ROWS, 3 * ROWS))
+    b[:] = random.standard_normal(b.shape)
+    out[:] = expected[:] = random.standard_normal(out.shape)
+    a, turned = (random.standard_normal(shape, "f") for shape in [(ROWS, 7), (7, ROWS)])
+    scale = aligned_zeros(1, 2 * COLUMNS)[0]
+    scale[:] = random.standard_normal(len(scale))
+
+    @numba.njit
+    def both(out, a, turned, b, scale):
+        set_block(out, ROWS, COLUMNS, a, 1, 7, 1, b, 5, scale)
+        add_to_block(out, 2 * ROWS, 0, turned, ROWS, 1, ROWS, b, 4, scale)
+
+    both(out, a, turned, b, scale)
+    left, right = np.s_[:COLUMNS], np.s_[COLUMNS:]
+    expected[ROWS : 2 * ROWS, right] = a[:, 1:6] @ b[:, right]
+    expected[2 * ROWS :, left] *= scale[left]
+    expected[2 * ROWS :, left] += turned[1:5].T @ b[:4, left]
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_buffers_begin_with_a_line_of_64_bytes():
