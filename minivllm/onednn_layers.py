@@ -142,9 +142,7 @@ def refuse_other_models(model: Any) -> None:
     config = model.config
     kind = f"{config.model_type} in {model.dtype} on {model.device.type}"
     if not torch.backends.mkldnn.is_available():
-        raise RequestError(
-            "layers onednn need a torch with oneDNN, and this one has none: use torch"
-        )
+        raise RequestError("layers onednn need a torch with oneDNN, and this has none: use torch")
     if type(model).__name__ != "LlamaForCausalLM" or config.hidden_act != "silu":
         reason = "a Llama model with SiLU"
     elif model.dtype != torch.float32 or model.device.type != "cpu":
