@@ -265,10 +265,10 @@ def generate_batch(model: PreTrainedModel) -> System:
 class Worker:
     """A process that answers a line of jobs with a line of results."""
 
-    def __init__(self, command: SequenceOf[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(self, command: SequenceOf[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env=os.environ | (environment or {}),
+            text=True, env=os.environ | environment,
         )  # fmt: skip
         self._errors: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
@@ -303,7 +303,7 @@ HERE = Path(__file__).parent
 
 def our_worker(what: str) -> Worker:
     """what: engine, bare or own_share, see engine_worker.py."""
-    return Worker([sys.executable, str(HERE / "engine_worker.py"), what])
+    return Worker([sys.executable, str(HERE / "engine_worker.py"), what], {})
 
 
 def vllm_worker(python: Path, folder: str, mode: str) -> Worker:

@@ -16,7 +16,6 @@ from minivllm.attention.hf import KVAccess, pool_attention
 from minivllm.errors import RequestError
 from minivllm.fast_layers import Layers
 from minivllm.fast_math import rms_norm, rotate
-from minivllm.heap import return_free_memory
 
 CHUNK = 512  # rows of an MLP that are computed together: more would take more memory
 
@@ -32,7 +31,6 @@ class OneDnnLayers(Layers):
         refuse_other_models(model)
         super().__init__()
         self._forwards.append((model.__dict__, llama_forward(model)))
-        return_free_memory()
 
 
 class Packed:
@@ -42,7 +40,9 @@ class Packed:
     """
 
     def __init__(self, *linears: Any) -> None:
-        weight = torch.cat([linear.weight.detach() for linear in linears])
+        first, *others = (linear.weight.detach() for linear in linears)
+        # One alone is not copied twice: the head's is a fifth of all weights.
+        weight = torch.cat([first, *others]) if others else first
         # The rows that are expected; the order of the weight hardly depends on it.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, CHUNK)
         has_bias = linears[0].bias is not None
@@ -75,10 +75,8 @@ class PackedLayer:
         self._heads = [width // attention.head_dim for width in widths]
         self._output = Packed(attention.o_proj)
         self._gate, self._up, self._down = map(Packed, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-        self._norm, self._mlp_norm = (
-            Norm(layer.input_layernorm),
-            Norm(layer.post_attention_layernorm),
-        )
+        self._norm = Norm(layer.input_layernorm)
+        self._mlp_norm = Norm(layer.post_attention_layernorm)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, kv_access: KVAccess) -> Tensor:
         """x: [rows, width]; cos, sin: [rows, head_dim]. Returns [rows, query heads * head_dim]."""
@@ -107,6 +105,8 @@ class PackedLayer:
 
 
 class Norm:
+    """A LlamaRMSNorm in one call."""
+
     def __init__(self, norm: Any) -> None:
         self._weight, self._eps = norm.weight.detach(), norm.variance_epsilon
 
@@ -141,12 +141,12 @@ def llama_forward(model: Any) -> Callable[..., CausalLMOutputWithPast]:
 def refuse_other_models(model: Any) -> None:
     config = model.config
     kind = f"{config.model_type} in {model.dtype} on {model.device.type}"
-    if not torch.backends.mkldnn.is_available():
-        raise RequestError("layers onednn need a torch with oneDNN, and this has none: use torch")
     if type(model).__name__ != "LlamaForCausalLM" or config.hidden_act != "silu":
         reason = "a Llama model with SiLU"
     elif model.dtype != torch.float32 or model.device.type != "cpu":
         reason = "float32 on a CPU"
+    elif not torch.backends.mkldnn.is_available():
+        raise RequestError("layers onednn need a torch with oneDNN, and this has none: use torch")
     else:
         return
     raise RequestError(f"layers onednn are for {reason}, and the model is {kind}: use torch")

@@ -14,15 +14,10 @@ import numpy as np
 from numba import njit, prange
 
 from minivllm.attention.numba_products import COLUMNS, ROWS, add_to_block, set_block
-from minivllm.attention.numba_tiles import (
-    FASTMATH,
-    aligned_zeros,
-    exp_of_negative,
-    load_tile,
-)
+from minivllm.attention.numba_tiles import FASTMATH, aligned_zeros, exp_of_negative, load_tile
 
 LANES = 192  # of a task, at most: with fewer, more of the time goes to loading tiles
-TILE = 64  # tokens looked at together: their logits stay in the core's own cache
+TILE = 64  # tokens looked at together, a multiple of ROWS: their logits stay in the core's cache
 HIDDEN = np.float32(-1e30)  # a logit that weighs nothing beside any other
 
 

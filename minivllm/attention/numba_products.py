@@ -91,13 +91,13 @@ def block_product(first_sums: FirstSums) -> Any:
 
 def repeated(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
     """The number in each place of a vector."""
-    nothing = ir.Constant(VECTOR_TYPE, ir.Undefined)
-    first = builder.insert_element(nothing, number, INDEX_TYPE(0))
+    empty = ir.Constant(VECTOR_TYPE, ir.Undefined)
+    first = builder.insert_element(empty, number, INDEX_TYPE(0))
     all_first = ir.Constant(ir.VectorType(INDEX_TYPE, VECTOR), [0] * VECTOR)
-    return builder.shuffle_vector(first, nothing, all_first)
+    return builder.shuffle_vector(first, empty, all_first)
 
 
-def nothing(builder: ir.IRBuilder, place: ir.Value, scale: ir.Value) -> ir.Value:
+def zeros(builder: ir.IRBuilder, place: ir.Value, scale: ir.Value) -> ir.Value:
     return ir.Constant(VECTOR_TYPE, [0.0] * VECTOR)
 
 
@@ -106,5 +106,6 @@ def scaled(builder: ir.IRBuilder, place: ir.Value, scale: ir.Value) -> ir.Value:
     return builder.fmul(builder.load(place, align=ALIGN), builder.load(scale, align=ALIGN))
 
 
-set_block = block_product(nothing)
+# set_block has no use for the scale.
+set_block = block_product(zeros)
 add_to_block = block_product(scaled)

@@ -175,7 +175,9 @@ def test_without_numba_the_gather_reads_and_numba_is_refused():
 
 def test_torch_and_numba_have_one_team_of_threads():
     """With two, threads of one that wait for work would keep the cores from the other's."""
-    torch = pytest.importorskip("torch")
+    import torch
+
+    pytest.importorskip("numba.np.ufunc.omppool", reason="numba has no OpenMP here")
     if not (Path(torch.__file__).parent / "lib" / OPENMP).exists():
         pytest.skip("this torch asks for its OpenMP library by another name")
     code = (
@@ -185,7 +187,6 @@ def test_torch_and_numba_have_one_team_of_threads():
         "torch.ones(1000, 1000) @ torch.ones(1000, 1000)\n"
         "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line}))\n"
     )
-    pytest.importorskip("numba.np.ufunc.omppool", reason="numba has no OpenMP here")
     assert run_python(code).stdout.splitlines()[-1] == "1"
 
 
