@@ -82,11 +82,10 @@ class PackedLayer:
         """x: [rows, width]; cos, sin: [rows, head_dim]. Returns [rows, query heads * head_dim]."""
         rows, (num_queries, num_keys) = len(x), self._heads
         qkv = self._qkv(self._norm(x)).view(rows, -1, self._head_dim)
-        query, key, value = qkv.tensor_split((num_queries, num_queries + num_keys), 1)
-        query, key, value = (
-            new.transpose(0, 1)[None]
-            for new in (rotate(query, cos, sin), rotate(key, cos, sin), value)
-        )
+        query = rotate(qkv, cos, sin, 0, num_queries)
+        key = rotate(qkv, cos, sin, num_queries, num_queries + num_keys)
+        value = qkv[:, num_queries + num_keys :]
+        query, key, value = (new.transpose(0, 1)[None] for new in (query, key, value))
         attended, _ = pool_attention(
             self._attention, query, key, value, None,
             kv_access=kv_access, scaling=self._attention.scaling,

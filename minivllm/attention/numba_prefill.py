@@ -2,8 +2,10 @@
 
 The loop of numba_decode, turned by 90 degrees. A lane is a new token together with one of the
 query heads that share a KV head (a row of chapter 6's kernel). Lanes lie side by side in memory:
-one instruction multiplies a number of K or V with 8 or 16 of them (see numba_products). The K and V
-of the new tokens are in the pool already, so a token sees everything up to its own position.
+one instruction multiplies a number of K or V with 8 or 16 of them (see numba_products). A strip of
+COLUMNS lanes goes through the whole softmax of a tile at a time, so its logits stay in the core's
+nearest cache. The K and V of the new tokens are in the pool already, so a token sees everything up
+to its own position.
 """
 
 import math
@@ -42,66 +44,75 @@ def prefill_kernel(group_size: int, head_dim: int) -> Any:
             context_len = context_lens[task]  # up to the last new token of this task
             first_position = context_len - num_new
             first_head, column = kv_head * group_size, kv_head * head_dim
-            lanes = (num_new * group_size + COLUMNS - 1) // COLUMNS * COLUMNS
-            q = aligned_zeros(head_dim, lanes)
-            positions = np.full(lanes, context_len - 1, np.int32)
-            for i in range(num_new * group_size):
-                positions[i] = first_position + i // group_size
-            for d in range(head_dim):
-                for j in range(num_new):
-                    for g in range(group_size):
-                        q[d, j * group_size + g] = query[row + j, first_head + g, d] * scaling
-            best = np.full(lanes, HIDDEN, np.float32)  # the largest logit so far
-            new_best = np.empty(lanes, np.float32)
-            shrink = aligned_zeros(1, lanes)[0]
-            total = np.zeros(lanes, np.float32)  # sum of exp(logit - best)
-            sums = aligned_zeros(width, lanes)  # sum of exp(logit - best) * V
-            logits = aligned_zeros(TILE, lanes)
-            # A tile's K, then its V. Rows after its last token are zero or old, and weigh nothing.
-            tile = aligned_zeros(TILE + 1, head_dim)  # a block may reach beyond the last row
+            num_lanes = num_new * group_size
+            num_strips = (num_lanes + COLUMNS - 1) // COLUMNS  # COLUMNS lanes are a strip
+            q = aligned_zeros(num_strips * head_dim, COLUMNS).reshape(-1, head_dim, COLUMNS)
+            positions = np.full((num_strips, COLUMNS), context_len - 1, np.int32)
+            for j in range(num_new):
+                for g in range(group_size):
+                    strip, i = divmod(j * group_size + g, COLUMNS)
+                    positions[strip, i] = first_position + j
+                    for d in range(head_dim):
+                        q[strip, d, i] = query[row + j, first_head + g, d] * scaling
+            best = np.full((num_strips, COLUMNS), HIDDEN, np.float32)  # largest logit so far
+            total = np.zeros((num_strips, COLUMNS), np.float32)  # sum of exp(logit - best)
+            # Sum of exp(logit - best) * V.
+            sums = aligned_zeros(num_strips * width, COLUMNS).reshape(-1, width, COLUMNS)
+            new_best, shrink = aligned_zeros(1, COLUMNS)[0], aligned_zeros(1, COLUMNS)[0]
+            logits = aligned_zeros(TILE, COLUMNS)
+            # Rows after a tile's last token are zero or old, and weigh nothing.
+            tile_k = aligned_zeros(TILE + 1, head_dim)
+            tile_v = aligned_zeros(TILE + 1, head_dim)  # a block may reach beyond the last row
             first = max(0, first_position + 1 - window) // TILE * TILE if window > 0 else 0
             for start in range(first, context_len, TILE):
                 count = min(TILE, context_len - start)
-                filled = (count + ROWS - 1) // ROWS * ROWS
-                load_tile(tile[:count], keys, block_table, start, block_size, column)
-                for t in range(0, filled, ROWS):
-                    for i in range(0, lanes, COLUMNS):
+                load_tile(tile_k[:count], keys, block_table, start, block_size, column)
+                load_tile(tile_v[:count], values, block_table, start, block_size, column)
+                for strip in range(num_strips):
+                    position = positions[strip]
+                    # Tokens after the strip's last position are not even multiplied.
+                    visible = min(count, position[COLUMNS - 1] + 1 - start)
+                    if visible <= 0:
+                        continue
+                    filled = (visible + ROWS - 1) // ROWS * ROWS
+                    for t in range(0, filled, ROWS):
                         set_block(
-                            logits, t, i, tile, t * head_dim, head_dim, 1, q, head_dim, shrink
-                        )
-                if softcap > 0:
-                    for t in range(count):
-                        for i in range(lanes):
-                            logits[t, i] = softcap * math.tanh(logits[t, i] / softcap)
-                if start + filled > first_position + 1 or window > 0:
+                            logits, t, 0, tile_k, t * head_dim, head_dim, 1, q[strip], head_dim,
+                            shrink,
+                        )  # fmt: skip
+                    if softcap > 0:
+                        for t in range(filled):
+                            for i in range(COLUMNS):
+                                logits[t, i] = softcap * math.tanh(logits[t, i] / softcap)
+                    if start + filled > position[0] + 1 or window > 0:
+                        for t in range(filled):
+                            token = np.int32(start + t)
+                            for i in range(COLUMNS):
+                                is_past = window > 0 and token <= position[i] - window
+                                if token > position[i] or is_past:
+                                    logits[t, i] = HIDDEN
+                    new_best[:] = best[strip]
                     for t in range(filled):
-                        token = np.int32(start + t)
-                        for i in range(lanes):
-                            is_past = window > 0 and token <= positions[i] - window
-                            if token > positions[i] or is_past:
-                                logits[t, i] = HIDDEN
-                new_best[:] = best
-                for t in range(filled):
-                    for i in range(lanes):
-                        new_best[i] = max(new_best[i], logits[t, i])
-                for i in range(lanes):
-                    shrink[i] = exp_of_negative(best[i] - new_best[i])
-                    total[i] *= shrink[i]
-                    best[i] = new_best[i]
-                for t in range(filled):
-                    for i in range(lanes):
-                        logits[t, i] = exp_of_negative(logits[t, i] - best[i])
-                        total[i] += logits[t, i]
-                load_tile(tile[:count], values, block_table, start, block_size, column)
-                for d in range(0, width, ROWS):
-                    for i in range(0, lanes, COLUMNS):
-                        add_to_block(sums, d, i, tile, d, 1, head_dim, logits, filled, shrink)
-            for i in range(lanes):
-                total[i] = np.float32(1) / total[i]
+                        for i in range(COLUMNS):
+                            new_best[i] = max(new_best[i], logits[t, i])
+                    for i in range(COLUMNS):
+                        shrink[i] = exp_of_negative(best[strip, i] - new_best[i])
+                        best[strip, i] = new_best[i]
+                        total[strip, i] *= shrink[i]
+                    strip_total = total[strip]
+                    for t in range(filled):
+                        for i in range(COLUMNS):
+                            logits[t, i] = exp_of_negative(logits[t, i] - new_best[i])
+                            strip_total[i] += logits[t, i]
+                    for d in range(0, width, ROWS):
+                        add_to_block(
+                            sums[strip], d, 0, tile_v, d, 1, head_dim, logits, filled, shrink
+                        )
             for j in range(num_new):
                 for g in range(group_size):
-                    i = j * group_size + g
+                    strip, i = divmod(j * group_size + g, COLUMNS)
+                    share = np.float32(1) / total[strip, i]
                     for d in range(head_dim):
-                        output[row + j, first_head + g, d] = sums[d, i] * total[i]
+                        output[row + j, first_head + g, d] = sums[strip, d, i] * share
 
     return prefill

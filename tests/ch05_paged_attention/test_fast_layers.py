@@ -220,7 +220,7 @@ def test_layers_that_nobody_knows_are_refused(tiny):
         LLM(*tiny, layers="onednn")
 
 
-@pytest.mark.parametrize("rows", [1, 3, 65])
+@pytest.mark.parametrize("rows", [1, 3, 65, 200])
 def test_small_functions_by_numba_and_by_torch(rows):
     x, weight = torch.randn(rows, 96), torch.randn(96)
     torch.testing.assert_close(
@@ -234,5 +234,7 @@ def test_small_functions_by_numba_and_by_torch(rows):
         torch.testing.assert_close(total, expected_total)
         torch.testing.assert_close(total, x + change)
     heads, angles = torch.randn(5, rows, 16).transpose(0, 1), torch.randn(rows, 16)
-    found = fast_math.rotate(heads, angles.cos(), angles.sin())
-    torch.testing.assert_close(found, fast_math.rotate_by_torch(heads, angles.cos(), angles.sin()))
+    for some in ((), (0, 2), (2, 5)):  # all heads, or those of the queries, or of the keys
+        found = fast_math.rotate(heads, angles.cos(), angles.sin(), *some)
+        expected = fast_math.rotate_by_torch(heads, angles.cos(), angles.sin(), *some)
+        torch.testing.assert_close(found, expected)
