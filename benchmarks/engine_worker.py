@@ -11,8 +11,9 @@ results, sys.stdout = sys.stdout, sys.stderr  # whatever is printed must not mix
 
 
 def main() -> None:
+    from bare import bare_model
     from cases import OURS
-    from systems import bare_model, own_share, stage
+    from systems import own_share, stage
 
     from minivllm.compare import Job
     from minivllm.models import load_model
