@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from machine import RESULTS, median, write_result
@@ -94,8 +93,7 @@ class Scene:
         query, new, length = self.dense_query, self.dense_query.shape[2], self.dense_key.shape[2]
         mask = None
         if self.is_causal and new < length:
-            ones = torch.ones(new, length, dtype=torch.bool, device=query.device)
-            mask = ones.tril(length - new)
+            mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
         whole = self.is_causal and mask is None
         return attend(
             query, self.dense_key, self.dense_value, mask, scaling=self.scaling, is_causal=whole
@@ -294,9 +292,7 @@ def main() -> int:
     }  # fmt: skip
     slug = "_".join(name.lower().split())
     print("written to", write_result(f"gpu_attention_{slug}", result))
-    figure = Path(RESULTS / f"gpu_attention_{slug}.png")
-    chart(rows, name).save(figure)
-    print("written to", figure)
+    chart(rows, name).save(RESULTS / f"gpu_attention_{slug}.png")
     return 0 if all(row["passed"] for row in found) else 1
 
 
