@@ -25,7 +25,10 @@ def aligned_zeros(rows: Any, columns: Any) -> Any:
 
 @intrinsic
 def fetch_line(context: Any, array: Any, row: Any, column: Any) -> Any:
-    """The processor begins to read the line of array[row, column], and nobody waits for it."""
+    """The processor begins to read the line of array[row, column], and nobody waits for it.
+
+    Into the second cache: the nearest is full of what is being multiplied.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind, (given, *place) = signature.args[0], arguments
@@ -34,9 +37,9 @@ def fetch_line(context: Any, array: Any, row: Any, column: Any) -> Any:
         address, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         takes = ir.FunctionType(ir.VoidType(), [address, flag, flag, flag])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [address], takes)
-        to_read, nearest_cache, data = flag(0), flag(3), flag(1)
+        to_read, second_cache, data = flag(0), flag(2), flag(1)
         pointer = builder.bitcast(pointer, address)
-        builder.call(prefetch, [pointer, to_read, nearest_cache, data])
+        builder.call(prefetch, [pointer, to_read, second_cache, data])
         return context.get_dummy_value()
 
     return types.void(array, row, column), generate
