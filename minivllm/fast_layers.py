@@ -12,7 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ ROUNDS = 3
 CHUNK = 256  # rows of an MLP that are computed together: what lies between stays in the cache
 GAIN = 0.95  # another product is taken where it needs less than this share of the usual one's time
 
+Way = TypeVar("Way")
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 WeightProduct = Callable[[Tensor, Tensor], Tensor]  # the same, and the weight [out, in]
 
@@ -131,7 +133,7 @@ def usual(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(weight, x.t()).t()
+    return upright(torch.mm(weight, x.t()))
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> Tensor:
@@ -145,7 +147,14 @@ def in_parts(x: Tensor, weight: Tensor) -> Tensor:
     if len(weight) % parts:
         return turned(x, weight)
     columns = x.t().expand(parts, width, len(x))
-    return torch.bmm(weight.view(parts, -1, width), columns).view(len(weight), len(x)).t()
+    outputs = torch.bmm(weight.view(parts, -1, width), columns)
+    return upright(outputs.view(len(weight), len(x)))
+
+
+def upright(output: Tensor) -> Tensor:
+    """[out, rows] -> [rows, out]. A single row, turned, would have steps of 1 in both directions;
+    the next product would not see that it lies in order, and would take several times as long."""
+    return output.t() if output.shape[1] > 1 else output.view(1, -1)
 
 
 PRODUCTS = [usual, turned, in_parts]
@@ -179,14 +188,24 @@ def fastest_products(weights: list[Tensor]) -> list[WeightProduct]:
             continue
         # Fewer weights as rows grow: what then takes the time is to multiply, not to read.
         some = weights[: max(1, min(SAMPLE // weights[0].nbytes, LARGEST // (8 * size)))]
-        x = torch.randn(rows, weights[0].shape[1])
-        seconds = dict.fromkeys(PRODUCTS, float("inf"))
-        for _ in range(ROUNDS):
-            for product in PRODUCTS:
-                start = time.perf_counter()
-                for weight in some:
-                    product(x, weight).contiguous()  # what follows reads it row by row
-                seconds[product] = min(seconds[product], time.perf_counter() - start)
-        best = min(PRODUCTS, key=seconds.__getitem__)
-        found.append(best if seconds[best] < GAIN * seconds[usual] else usual)
+        found.append(
+            fastest(PRODUCTS, partial(multiply, torch.randn(rows, some[0].shape[1]), some))
+        )
     return found
+
+
+def multiply(x: Tensor, weights: SequenceOf[Tensor], product: WeightProduct) -> None:
+    for weight in weights:
+        product(x, weight).contiguous()  # what follows reads it row by row
+
+
+def fastest(ways: SequenceOf[Way], run: Callable[[Way], None]) -> Way:
+    """The first of the ways, unless run(another) needs clearly less time."""
+    seconds = dict.fromkeys(ways, float("inf"))
+    for _ in range(ROUNDS):
+        for way in ways:
+            start = time.perf_counter()
+            run(way)
+            seconds[way] = min(seconds[way], time.perf_counter() - start)
+    best = min(ways, key=seconds.__getitem__)
+    return best if seconds[best] < GAIN * seconds[ways[0]] else ways[0]

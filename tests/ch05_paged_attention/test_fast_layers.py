@@ -108,6 +108,12 @@ def test_a_weight_in_parts_whether_or_not_threads_divide_it(threads, monkeypatch
     torch.testing.assert_close(fast_layers.in_parts(x, weight), x @ weight.t())
 
 
+@pytest.mark.parametrize("product", fast_layers.PRODUCTS)
+def test_a_single_row_has_the_steps_of_a_row(product):
+    """A turned column has steps (1, 1). It is contiguous for torch, and yet bmm copies it."""
+    assert product(torch.randn(1, 8), torch.randn(6, 8)).stride() == (6, 1)
+
+
 def test_an_mlp_in_chunks_is_the_mlp(model, monkeypatch):
     before = logits_of(model, PROMPTS, FastLayers(model))
     monkeypatch.setattr(fast_layers, "CHUNK", 4)
@@ -169,6 +175,42 @@ def test_the_same_logits_by_onednn(model, chunk, monkeypatch):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@needs_onednn
+@pytest.mark.parametrize("prompts", [[[5]], [[5], [250]]])
+@pytest.mark.parametrize("product", [None, *fast_layers.PRODUCTS])
+def test_the_same_logits_with_few_rows(model, product, prompts, monkeypatch):
+    """With each product, whichever is fastest here."""
+    if "Llama" not in type(model).__name__:
+        pytest.skip("its forward pass is Llama's")
+    from contextlib import nullcontext
+
+    used = []
+
+    def counted(x, weight):
+        used.append(weight)
+        return product(x, weight)
+
+    monkeypatch.setattr(onednn_layers, "fastest", lambda ways, run: product and counted)
+    found = logits_of(model, prompts, onednn_layers.OneDnnLayers(model))
+    # 3 layers of 7 weights, and the head; prefill and decode.
+    assert len(used) == (2 * (3 * 7 + 1) if product else 0)
+    for a, b in zip(found, logits_of(model, prompts, nullcontext), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [((10, 8, 9), "b"), ((10, 9.7, 12), "a"), ((3, 8, 2.5), "c")]
+)
+def test_another_way_is_taken_if_it_is_clearly_faster(seconds, expected, monkeypatch):
+    now, takes = [0.0], dict(zip("abc", seconds, strict=True))
+    monkeypatch.setattr(fast_layers.time, "perf_counter", lambda: now[0])
+
+    def run(way):
+        now[0] += takes[way] + (100 if now[0] == 0 else 0)  # the very first call takes long
+
+    assert fast_layers.fastest("abc", run) == expected
 
 
 @needs_onednn
